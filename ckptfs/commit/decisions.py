@@ -1,27 +1,28 @@
-"""What an append may say, and what may be deleted. Pure, no I/O.
+"""Which entries may be appended, and what may be deleted. Pure, no I/O.
 
-What an append decides each time it folds: the entry, or why it may not be made. It sees the log as it is at this
-very try: a number that another process took is decided again.
+Each time an append folds the log, one of these functions decides: it returns the entry, or the reason why the
+entry may not be appended. It sees the log as it is at this try; if another process took the number, the append
+folds that entry and decides again.
 
-    may_seal  may_seal_part  may_publish      a save, a part of one, what a part's home decided
-    unreleased                                who may still hold the run
+    may_seal  may_seal_part  may_publish      a save, a part of one, the decision of a part's home
+    unreleased                                the owners that may still hold the run
     may_claim  may_fence                      a newer generation: a newcomer's own, one that is known
-    may_abort  may_delete  may_forget         the newest owner gives up, deletes, says that bytes are gone
+    may_abort  may_delete  may_forget         the newest owner aborts, deletes, records that bytes are gone
     may_pin                                   a pin, or its end
 
-What may be deleted, for retention, ``delete=``, ``ckptfs rm``, ``ckptfs gc`` and what the holder clears by itself;
-``delete.deletion_steps`` does it:
+The other functions decide what may be deleted by retention, ``delete=``, ``ckptfs rm``, ``ckptfs gc`` and by the
+clearing between saves; ``delete.deletion_steps`` deletes it:
 
-    why_kept                    one checkpoint: a pin, checkpoints that use its files, a domain out of reach, ...
-    needed                      of many that might be deleted together, those that stay
-    doomed                      what was replaced or overwritten
-    waiting  half_deleted       deletes that did not come to their end, here and in other domains
+    why_kept                    why one checkpoint stays: a pin, others use its files, a domain out of reach, ...
+    needed                      which of several candidates must stay
+    doomed                      saves that were replaced or overwritten
+    waiting  half_deleted       deletes that did not finish, here and in other domains
     to_clear                    both, in one domain
-    with_bytes  needs_claim     what has a name, and whether the run has to be claimed to delete it
+    with_bytes  needs_claim     the saves of a name, and whether the run must be claimed to delete them
     fence_brings_back           whether such a claim would bring older checkpoints back
     inherited_pins              pins that pass to a successor
 
-Two questions need I/O and are asked where that is done: whether the owner of a run is alive (``ownership.claim``), and
+Two questions need I/O and are answered elsewhere: whether the owner of a run is alive (``ownership.claim``), and
 which shared files another checkpoint lists (``delete.shared_data``).
 """
 
@@ -118,7 +119,7 @@ def may_seal(state: LogState, seal: Seal, *, replace: bool) -> Seal | Refused[Re
 
 
 def _broken(state: LogState, seal: Seal) -> bool:
-    """Whether a part that this log should hold is not sealed here, or is another one."""
+    """Whether this log should hold a part of the save, but does not, or holds a different one."""
     for ref in seal.parts:
         if any(domain in seal.domains for domain in ref.domains):
             known = state.save(ref.save_id)
@@ -128,7 +129,7 @@ def _broken(state: LogState, seal: Seal) -> bool:
 
 
 def _conflicts(state: LogState, seal: Seal, *, replace: bool) -> bool:
-    """Whether the saves of this name that the log holds leave no place for one more."""
+    """Whether a save in the log already holds the name, so that this one may not be sealed."""
     same = [
         save
         for save in state.saves.living.values()
@@ -139,7 +140,8 @@ def _conflicts(state: LogState, seal: Seal, *, replace: bool) -> bool:
     others = [save.seal for save in same if save.seal is not None]
     if (settled := state.saves.settled.newest_of(seal.name)) is not None:
         others.append(settled)
-    # It would be committed behind one that came while it was being written: dead on arrival.
+    # In commit order it would be before a save of its name that was sealed while this one was being
+    # written, so it would be replaced at once.
     if any(_rank(other) > _rank(seal) for other in others):
         return True
     if not same:
@@ -171,20 +173,20 @@ def _hidden_here(state: LogState, sealed_at: int | None) -> bool:
 
 
 def may_seal_part(state: LogState, part: Part) -> Part | Refused[Refusal]:
-    """Seal a part, unless there is a newer fence, or the whole or the part was given up here."""
+    """Seal a part, unless there is a newer fence, or this log gave up the part or its whole."""
     if state.generation > part.base:
         return Refused(Refusal.FENCED, state)
     whole, known = state.save(part.of), state.save(part.save_id)
     if known.aborted or whole.aborted or whole.deleted or whole.decided is Outcome.ABORTED:
         return Refused(Refusal.ABORTED, state)
-    # Decided without it: too late.
+    # The decision was made without this part: it is too late.
     if whole.seal is not None:
         return Refused(Refusal.CONFLICT, state)
     return Refused(Refusal.NOTHING, state) if known.part is not None else part
 
 
 def may_publish(state: LogState, seal: Seal, by: Generation) -> Seal | Refused[Refusal]:
-    """Record in a domain of its parts that a save's home committed it."""
+    """Record, in a domain that holds parts of a save, that the save's home committed it."""
     if state.generation > by:
         return Refused(Refusal.FENCED, state)
     known = state.save(seal.save_id)
@@ -208,8 +210,9 @@ def unreleased(views: Mapping[str, LogState]) -> tuple[Fence, ...]:
 
 
 def may_claim(state: LogState, fence: Fence, judged: Generation) -> Fence | Refused[Refusal]:
-    """Fence as a newcomer that judged the owner of ``judged``, unless there is another fence by now: nothing is
-    known about whether its owner is alive.
+    """Fence as a newcomer that judged the owner of ``judged``, unless there is a newer fence.
+
+    The newcomer knows nothing about whether the owner of a newer fence is alive.
     """
     if state.generation != judged:
         return Refused(Refusal.FENCED, state)
@@ -235,7 +238,7 @@ def may_abort(state: LogState, save_id: str, by: Generation) -> Abort | Refused[
 
 
 class Cause(StrEnum):
-    """What keeps a checkpoint. Which causes count depends on who asks: see ``why_kept``."""
+    """A reason to keep a checkpoint. The caller chooses which causes count: see ``why_kept``."""
 
     NOT_LIVE = "not live"  # deleted, replaced or never committed: not the caller's to name
     PINNED = "pinned"
@@ -244,14 +247,14 @@ class Cause(StrEnum):
     UNREACHED = "unreached"  # a domain out of reach holds some of it, and perhaps a pin
 
 
-BY_NAME = (Cause.NOT_LIVE, Cause.PINNED, Cause.USED)  # all domains were asked
+BY_NAME = (Cause.NOT_LIVE, Cause.PINNED, Cause.USED)  # checked over all domains
 AT_ENTRY = (Cause.PINNED, Cause.USED)  # one log, at each try of the append
 BY_HAND = (Cause.PINNED, Cause.UNREACHED)  # before `ckptfs rm`; USED is decided at the entry
 
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why a checkpoint stays."""
+    """Why a checkpoint may not be deleted."""
 
     cause: Cause
     names: tuple[str, ...] = ()  # USED: the checkpoints that refer to it. UNREACHED: the domains.
@@ -267,9 +270,13 @@ class Obstacle:
 def why_kept(
     save_id: str, views: Views, causes: Iterable[Cause], going: Container[str] = frozenset()
 ) -> Obstacle | None:
-    """The first of these causes that keeps a checkpoint; None if it may be deleted.
+    """Return the first of these causes that keeps a checkpoint, or None if it may be deleted.
 
-    going: save_ids that are deleted together with it.
+    Args:
+        save_id: The checkpoint.
+        views: The folded logs.
+        causes: The causes that count, in order.
+        going: save_ids that are deleted together with it.
     """
     for cause in causes:
         names = _kept_by(cause, save_id, views, going)
@@ -281,7 +288,7 @@ def why_kept(
 def _kept_by(
     cause: Cause, save_id: str, views: Views, going: Container[str]
 ) -> tuple[str, ...] | None:
-    """What to name if the cause keeps the save; None if it does not."""
+    """Return the names for the message if the cause keeps the save, or None if it does not."""
     match cause:
         case Cause.NOT_LIVE:
             return () if all(x.seal.save_id != save_id for x in catalog(views)) else None
@@ -298,7 +305,7 @@ def _kept_by(
 
 
 def _users(save_id: str, views: Views, going: Container[str]) -> tuple[str, ...]:
-    """The names of saves that stay, or are not settled yet, and refer to this one."""
+    """Return the names of saves that refer to this one and stay, or are not settled yet."""
     users = {
         save.seal.name
         for view in views.values()
@@ -319,13 +326,15 @@ def _is_newest(save_id: str, views: Views) -> bool:
 
 
 def unreached(seals: Iterable[Seal], views: Views) -> tuple[str, ...]:
-    """Domains that hold some of these saves and are out of reach."""
+    """Return the domains that hold some of these saves and are out of reach."""
     return tuple(sorted({domain for seal in seals for domain in seal.everywhere} - views.keys()))
 
 
 def needed(views: Views, candidates: Container[str], roots: Iterable[str]) -> set[str]:
-    """Of saves that might be deleted together, and all others: the ids of those that have to stay. They are pinned,
-    are ``roots``, or what stays or is unsettled refers to them.
+    """Return the ids of the saves that must stay, out of ``candidates`` and all others.
+
+    A save must stay if it is pinned, is one of ``roots``, or is referred to by a save that stays or
+    is unsettled.
     """
     seals = {
         save.save_id: save.seal
@@ -346,25 +355,29 @@ def needed(views: Views, candidates: Container[str], roots: Iterable[str]) -> se
         save_id = asked.pop()
         if save_id not in found:
             found.add(save_id)
-            # What stays has to stay whole: the references of a reference too.
+            # A save that stays must stay complete: so the references of a reference stay too.
             asked += seals[save_id].references if save_id in seals else ()
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Deletable:
-    """A save that may be deleted, and why; the reason is written into the log."""
+    """A save that may be deleted, and the reason, which is written into the log."""
 
     seal: Seal
     reason: str
 
 
 def doomed(views: Views, at_once: Container[str] = frozenset()) -> list[Deletable]:
-    """Saves that the holder deletes without being asked again: replaced ones, one commit after
-    their successor (stock readers may still hold the old `.metadata`), and those that an overwrite
-    hid, once something was committed under it. Pinned and referenced saves stay.
+    """Return the saves that the holder deletes by itself. Pinned and referenced saves stay.
 
-    at_once: save_ids of successors that wait for no further commit, because none may ever come.
+    These are replaced saves, one commit after their successor (stock readers may still use the old
+    `.metadata`), and saves that an overwrite hid, once something was committed under that
+    overwrite.
+
+    Args:
+        views: The folded logs.
+        at_once: save_ids of successors that wait for no further commit, because none may ever come.
     """
     lives = commits(views)
     used = used_overwrites(views, lives)
@@ -389,7 +402,7 @@ def doomed(views: Views, at_once: Container[str] = frozenset()) -> list[Deletabl
 
 
 def _successors(lives: Sequence[Live]) -> dict[str, Seal]:
-    """Of each replaced save, by its id, the next one of its name in commit order."""
+    """Return, for each replaced save by its id, the next save of the same name in commit order."""
     found: dict[str, Seal] = {}
     before: dict[str, str] = {}
     for live in lives:
@@ -400,7 +413,7 @@ def _successors(lives: Sequence[Live]) -> dict[str, Seal]:
 
 
 def _kept(views: Views, lives: Sequence[Live]) -> set[str]:
-    """Live and pinned saves, and what they refer to."""
+    """Return the ids of live and pinned saves, and of the saves that they refer to."""
     kept = {live.seal.save_id: live.seal for live in catalog_of(lives, views)}
     for live in lives:
         if any(view.save(live.seal.save_id).pinned for view in views.values()):
@@ -409,7 +422,7 @@ def _kept(views: Views, lives: Sequence[Live]) -> set[str]:
 
 
 def waiting(state: LogState) -> list[Seal]:
-    """Saves that are deleted in this log and still have bytes here."""
+    """Return the saves that have a delete in this log and still have bytes here."""
     return [
         save.seal
         for save in state.saves.living.values()
@@ -423,8 +436,15 @@ def to_clear(
     spare: Container[str] = frozenset(),
     at_once: Container[str] = frozenset(),
 ) -> list[Deletable]:
-    """What the holder deletes in a domain between two saves: what is doomed by now, and deletes that failed
-    half-way, except ``spare``. at_once: as for ``doomed``.
+    """Return what the holder deletes in a domain between two saves.
+
+    These are the doomed saves, and those with a delete that did not finish, except ``spare``.
+
+    Args:
+        seen: The folded logs.
+        domain: The domain to clear.
+        spare: save_ids that this process removes later.
+        at_once: As for ``doomed``.
     """
     begun = [seal for seal in waiting(seen[domain]) if seal.save_id not in spare]
     fresh = doomed(seen, at_once)
@@ -435,7 +455,10 @@ def to_clear(
 
 
 def half_deleted(views: Views) -> list[Deletable]:
-    """Saves that one reached domain deleted and another did not: its process died in between."""
+    """Return the saves that are deleted in one reached domain and not in another.
+
+    The process that deleted them died in between.
+    """
     found = []
     for save_id in living(views):
         seal = seal_of(save_id, views)
@@ -448,7 +471,10 @@ def half_deleted(views: Views) -> list[Deletable]:
 
 
 def with_bytes(name: str, state: LogState) -> list[Seal]:
-    """Saves of a name that have bytes here according to the log, committed or half deleted; oldest first."""
+    """Return the saves of a name that have bytes here according to the log, oldest first.
+
+    They may be committed, in doubt or half deleted.
+    """
     return [
         save.seal
         for save in state.saves.living.values()
@@ -461,18 +487,21 @@ def with_bytes(name: str, state: LogState) -> list[Seal]:
 
 
 def needs_claim(name: str, state: LogState) -> bool:
-    """Whether only a holder of the run may delete what has this name: a process may hold the run already, or another
-    one has begun the delete.
+    """Whether only a holder of the run may delete the saves of this name.
+
+    It is so if a process may hold the run already, or if another process has begun the delete.
     """
-    # One that another process entered is that one's to move, name by name: two that do so under one
-    # generation would take a successor's plain names. A fence takes the other's trash away.
+    # A delete that another process entered in the log is that process's to carry out, name by name: if two
+    # processes did so under one generation, they would move a successor's plain names away. A fence takes the
+    # trash directory away from the other process.
     half = any(state.save(seal.save_id).deleted for seal in with_bytes(name, state))
     return half or not (state.generation == GENESIS or state.released)
 
 
 def fence_brings_back(state: LogState) -> bool:
-    """Whether a newer fence would bring back what the newest one hid: it overwrites, and nothing was committed under
-    it yet.
+    """Whether a newer fence would bring back the saves that the newest fence hid.
+
+    It would if the newest fence overwrites and nothing was committed under it yet.
     """
     views = {"": state}
     is_overwrite = state.fence.mode is FenceMode.OVERWRITE
@@ -486,7 +515,7 @@ def may_delete(
     if state.generation > by:
         return Refused(Refusal.FENCED, state)
     known = state.save(save_id)
-    # Of a save that its home deleted before it was known here as committed there are only parts.
+    # If the home deleted the save before this log recorded its commit, this log has only parts of it.
     here = known.seal is not None or save_id in promised_here(state)
     if known.deleted or not here:
         return Refused(Refusal.NOTHING, state)
@@ -494,7 +523,7 @@ def may_delete(
 
 
 def may_forget(state: LogState, save_id: str, by: Generation) -> Gone | Refused[Refusal]:
-    """Say that the bytes of a deleted save are gone here, as the newest owner."""
+    """Record that the bytes of a deleted save are gone here, as the newest owner."""
     if state.generation > by:
         return Refused(Refusal.FENCED, state)
     known = state.save(save_id)
@@ -506,8 +535,14 @@ def may_forget(state: LogState, save_id: str, by: Generation) -> Gone | Refused[
 def may_pin(
     state: LogState, save_id: str, by: Generation | None, *, pinned: bool
 ) -> Pin | Refused[Refusal]:
-    """Pin or unpin a sealed, undeleted save. by: the newest owner; None: a process that holds nothing, because a
-    pin says nothing about who owns the run.
+    """Pin or unpin a sealed, undeleted save.
+
+    Args:
+        state: The folded log.
+        save_id: The save.
+        by: The newest owner. None for a process that does not hold the run: a pin does not depend
+            on who owns the run.
+        pinned: Whether to pin or to unpin.
     """
     if by is not None and state.generation > by:
         return Refused(Refusal.FENCED, state)
@@ -518,8 +553,10 @@ def may_pin(
 
 
 def inherited_pins(views: Views) -> list[tuple[str, str]]:
-    """Pinned saves that were replaced, each with the live save of its name: people pin a step, so the
-    pin is the successor's now, and the replaced bytes may go.
+    """Return the pinned saves that were replaced, each with the live save of its name.
+
+    People pin a step, so the pin now belongs to the successor, and the replaced bytes may be
+    deleted.
     """
     live = {x.seal.name: x.seal.save_id for x in catalog(views)}
     found = {

@@ -1,26 +1,26 @@
-"""Block digests: the binary sidecar that lies beside every data file. No I/O; no torch.
+"""Block digests: the binary sidecar next to every data file. No I/O; no torch.
 
     __0_0.distcp   |<-- item 0 -->|<----------------- item 1 ----------------->|
                                   |<- head ->|<------ payload ------>|<- tail ->|
     blocks                        |  b  | b  | 1 MiB | 1 MiB | b     |    b     |
     __0_0.xxh3     magic version | items | one xxh3_64 per block | xxh3_64 of all of this
 
-An item is one blob of torch's. Its payload is the raw memory of the tensor inside it, so a reader
-can put that range straight into a tensor. Head, payload and tail are cut into blocks each by
-itself: the blocks of the payload begin with the payload, and a range of a tensor is verified
-without reading anything else of its item. Where the payload is not known (pickled objects) both
-numbers are 0 and the whole item is tail. An item with a tensor begins at a multiple of 64; the zeros
-before it belong to no item.
+An item is one blob that torch wrote. Its payload is the raw memory of the tensor inside it, so a
+reader can read that range straight into a tensor. Head, payload and tail are each cut into blocks
+separately: the blocks of the payload begin with the payload, and a range of a tensor can be verified
+without reading anything else of its item. If the payload is not known (pickled objects), its offset
+and length are 0 and the whole item is tail. An item with a tensor begins at a multiple of 64; the
+zeros before it belong to no item.
 
-Integers are little endian. A decoder accepts exactly what an encoder writes: anything truncated,
-foreign, damaged or of a newer version is a ManifestError, before any number in it is believed.
+Integers are little endian. A decoder accepts exactly what an encoder writes: data that is truncated,
+foreign, damaged or of a newer version raises ManifestError before any number in it is used.
 
-A file that passes by, in order, is compared with the digests of what was written:
+A file that is read in order is compared with the digests of what was written:
 
-    check.update(data)   the next bytes; IntegrityError as soon as a block of them differs
-    check.finish()       there are no more; IntegrityError where some are missing
-    check.sure_bytes     so many from the start are known to be right
-    check.compared       so many digests were found right
+    check.update(data)   takes the next bytes; IntegrityError as soon as a block differs
+    check.finish()       the file has ended; IntegrityError if bytes are missing
+    check.sure_bytes     how many bytes from the start are known to be right
+    check.compared       how many digests were compared and found right
 """
 
 from __future__ import annotations
@@ -116,18 +116,18 @@ class ItemDigests(NamedTuple):
 
 
 class FileDigests:
-    """Everything one sidecar says: the ``items`` of a data file, by rising offset."""
+    """The content of one sidecar: the ``items`` of a data file, ordered by offset."""
 
     def __init__(self, items: Iterable[ItemDigests]) -> None:
         self._items: Sequence[ItemDigests] = tuple(items)
 
     @property
     def items(self) -> tuple[ItemDigests, ...]:
-        """All of them."""
+        """All items."""
         return tuple(self._items)
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield start and stop in the file, and digest, of all blocks; of the padding between items, too."""
+        """Yield start, stop (in the file) and digest of every block, and of padding."""
         end = 0
         for item in self._items:
             if 0 < (size := item.offset - end) < ALIGNMENT_BYTES:
@@ -139,8 +139,8 @@ class FileDigests:
     def by_offset(self) -> Mapping[int, ItemDigests]:
         """Return the items by their offset in the file.
 
-        Empty items share one with their successor: the longer one is kept, an empty item has no bytes to look
-        up.
+        An empty item has the same offset as the item after it. Only the one with bytes is kept,
+        because an empty item has no bytes to look up.
         """
         return _ByOffset(
             self._items, {item.offset: n for n, item in enumerate(self._items) if item.length}
@@ -157,22 +157,31 @@ class FileDigests:
 
 
 class _DecodedDigests(FileDigests):
-    """As a sidecar has them: a file of 20,000 items makes none that nobody asks for."""
+    """The content of a decoded sidecar.
+
+    An ``ItemDigests`` is created only when it is accessed: a file of 20,000 items does not create
+    those that are never used.
+    """
 
     def __init__(self, table: _Table) -> None:
         self._items = self._table = table
 
     def by_offset(self) -> Mapping[int, ItemDigests]:
-        """As ``FileDigests.by_offset``."""
+        """See ``FileDigests.by_offset``."""
         return _ByOffset(self._table, self._table.numbers())
 
 
 class _Table(Sequence[ItemDigests]):
-    """The items of a sidecar, made when they are asked for."""
+    """The items of a sidecar, each created when it is accessed."""
 
     def __init__(self, records: _Numbers, first: _Numbers, blocks: array[int]) -> None:
-        """records: offset, length, payload offset, payload length of each. first: which of the blocks
-        is its first; one more at the end.
+        """Keep the decoded columns of a sidecar.
+
+        Args:
+            records: Offset, length, payload offset and payload length of each item.
+            first: The index in ``blocks`` of each item's first block, and one more number for the
+                end.
+            blocks: The digests of all blocks.
         """
         self._records = records
         self._rows: list[list[int]] = records.tolist()
@@ -180,7 +189,7 @@ class _Table(Sequence[ItemDigests]):
         self._blocks = blocks
 
     def numbers(self) -> dict[int, int]:
-        """Offset -> number, of the items that have bytes."""
+        """Return offset -> index for the items that have bytes."""
         filled = np.nonzero(self._records[:, 1])[0]
         return dict(zip(self._records[filled, 0].tolist(), filled.tolist(), strict=True))
 
@@ -209,7 +218,10 @@ class _ByOffset(Mapping[int, ItemDigests]):
         return self._items[self._numbers[offset]]
 
     def get(self, offset: int, default: Any = None) -> Any:
-        """The item there; not by way of an exception, as a mapping would."""
+        """Return the item at this offset, or ``default``.
+
+        Unlike ``Mapping.get`` it raises and catches no exception, which would be slow.
+        """
         number = self._numbers.get(offset)
         return default if number is None else self._items[number]
 
@@ -250,25 +262,25 @@ class BlockDigester:
                 self.cut()
 
     def cut(self) -> None:
-        """The next byte begins a new block."""
+        """End the current block: the next byte begins a new one."""
         if self._filled:
             self._blocks.append(self._state.intdigest())
             self._state.reset()
             self._filled = 0
 
     def finish(self) -> Sequence[int]:
-        """The digests of all blocks; the digester is spent."""
+        """Return the digests of all blocks. The digester cannot be used afterwards."""
         self.cut()
         return self._blocks
 
 
 def padding_before(offset: int) -> int:
-    """So many zeros go before a tensor's item where the last item ended at ``offset``."""
+    """The number of zeros before an item with a tensor if the last item ended at ``offset``."""
     return -offset % ALIGNMENT_BYTES
 
 
 def encode_digests(digests: FileDigests) -> bytes:
-    """The sidecar's bytes, of ``digests``."""
+    """Return the bytes of a sidecar that contains ``digests``."""
     blocks = array("Q")
     for item in digests.items:
         blocks.extend(item.blocks)
@@ -286,14 +298,15 @@ def encode_digests(digests: FileDigests) -> bytes:
 
 
 def decode_digests(data: bytes, where: object) -> FileDigests:
-    """The sidecar in ``data``.
+    """Return the content of a sidecar.
 
     Args:
         data: All bytes of the sidecar.
-        where: Its name, for the message.
+        where: The name of the sidecar, for the message.
 
     Raises:
-        ManifestError: It is not exactly one sidecar: truncated, foreign, damaged or of a newer version.
+        ManifestError: The data is not exactly one sidecar: it is truncated, foreign, damaged or of
+            a newer version.
     """
     if len(data) < _HEADER.size + _SEAL.size or not data.startswith(_MAGIC):
         raise _damaged(where, "it is not a sidecar of block digests")
@@ -319,10 +332,10 @@ def decode_digests(data: bytes, where: object) -> FileDigests:
 
 
 def first_bad_block(item: ItemDigests, start: int, data: memoryview) -> Block | None:
-    """The first block whose digest differs, None when all are right.
+    """Return the first block with a wrong digest, or None if all blocks are right.
 
-    ``data`` holds whole blocks: the item's bytes from ``start``, which is where a block begins, to
-    where one ends.
+    ``data`` holds whole blocks: the item's bytes from ``start``, where a block begins, to the end
+    of a block.
     """
     for block in item.blocks_of(start, start + len(data)):
         piece = data[block.start - start : block.stop - start]
@@ -332,7 +345,7 @@ def first_bad_block(item: ItemDigests, start: int, data: memoryview) -> Block | 
 
 
 def _table(records: Any, blocks: array[int], where: object) -> _Table:
-    """The items of a sidecar, every one looked at."""
+    """Return the items of a sidecar after checking every one of them."""
     if np.any(records > _LARGEST):
         raise _damaged(where, "it speaks of more bytes than a file can have")
     numbers: _Numbers = records.astype(np.int64)
@@ -378,22 +391,23 @@ Damaged = Callable[[str], IntegrityError]  # what is wrong -> an error that name
 
 
 class Check:
-    """Nothing to compare with: every byte is right."""
+    """A check that compares nothing and accepts every byte."""
 
     sure_bytes: int = 0
     compared: int = 0
 
     def update(self, data: memoryview) -> None:
-        """The next bytes; not kept."""
+        """Take the next bytes. They are not kept."""
 
     def finish(self) -> None:
-        """There are no more."""
+        """End the check: there are no more bytes."""
 
 
 class BlockCheck(Check):
-    """By the digests of a data file's blocks; the padding between two items is zeros.
+    """Compare a data file with its block digests; the padding between two items must be zeros.
 
-    start: compare from there on only; where a block begins, as ``sure_bytes`` tells.
+    start: The comparison begins here. It must be the beginning of a block, such as an earlier
+    ``sure_bytes``.
     """
 
     def __init__(self, digests: FileDigests, damaged: Damaged, start: int = 0) -> None:
@@ -404,7 +418,7 @@ class BlockCheck(Check):
         self._at = self.sure_bytes = start
 
     def update(self, data: memoryview) -> None:
-        """As ``Check.update``, in pieces of any size."""
+        """See ``Check.update``. The pieces may have any size."""
         first, end = self._at, self._at + len(data)
         while self._block is not None and self._block[0] < end:
             start, stop, digest = self._block
@@ -426,15 +440,16 @@ class BlockCheck(Check):
         self._at = end
 
     def finish(self) -> None:
-        """As ``Check.finish``."""
+        """See ``Check.finish``."""
         if self._block is not None:
             start, stop, _ = self._block
             raise self._damaged(f"bytes {start} to {stop} are missing: truncated")
 
 
 class WholeCheck(Check):
-    """By one xxh3_128 of the whole file; None: there is none to compare with, but ``digest`` tells it
-    when all has passed.
+    """Compare a file with one xxh3_128 of the whole file.
+
+    If the digest is None, nothing is compared; ``digest`` then is that of the bytes taken so far.
     """
 
     def __init__(self, digest: str | None, damaged: Damaged) -> None:
@@ -443,15 +458,15 @@ class WholeCheck(Check):
 
     @property
     def digest(self) -> str:
-        """Of what has passed by."""
+        """The digest of all bytes taken so far."""
         return self._state.hexdigest()
 
     def update(self, data: memoryview) -> None:
-        """As ``Check.update``."""
+        """See ``Check.update``."""
         self._state.update(data)
 
     def finish(self) -> None:
-        """As ``Check.finish``."""
+        """See ``Check.finish``."""
         if self._digest is None:
             return
         if self.digest != self._digest:

@@ -1,9 +1,9 @@
 """The manifest, ``ckptfs.json``: what a checkpoint consists of. Pure.
 
-One immutable copy lies in ``<save_id>/`` and is what the seal's digest is of; a second one beside
-``.metadata`` is the projection. Paths are relative to the step directory. Unknown fields are
-ignored; a manifest whose ``min_reader_version`` is newer than this reader is refused by name.
-One that lists shared files (see ``FileRecord``) needs reader version 2.
+One immutable copy is in ``<save_id>/``; the seal holds the digest of this copy. A second copy, next to
+``.metadata``, belongs to the projection. Paths are relative to the step directory. Unknown fields are
+ignored. A manifest with a ``min_reader_version`` newer than this reader is refused, and the message
+names both versions. A manifest that lists shared files (see ``FileRecord``) needs reader version 2.
 A checkpoint that was copied elsewhere without its log is valid by its manifest alone.
 """
 
@@ -58,8 +58,8 @@ class FileRecord:
         domain: The id of the domain that holds it; None for all of them.
         digests: Path of its sidecar of block digests; None where it has none.
         digest: xxh3_128 of a small file's bytes; None for data files with a sidecar.
-        origin: The save that wrote the bytes, where that matters: of a hard link to a file of an older save,
-            and of every shared file; else None.
+        origin: The save that wrote the bytes, for a hard link to a file of an older save and for every
+            shared file; None for all other files.
     """
 
     path: str
@@ -71,8 +71,9 @@ class FileRecord:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it lies beside the step directories, for all saves: ``path`` is below ``_data/``
-        of the run, and begins with the save_id of its writer.
+        """Whether the file is outside the step directories, so that several saves can use it.
+
+        Its ``path`` then is below ``_data/`` of the run, and begins with the save_id of its writer.
         """
         return self.origin is not None and self.path.startswith(f"{self.origin}/")
 
@@ -111,7 +112,7 @@ class Manifest:
         per_rank: Keys that every rank keeps for itself.
         format_version: The version of this format.
         min_reader_version: The oldest reader that understands it.
-        parts: What other groups of processes wrote of it; each has a manifest of its own.
+        parts: The parts that other groups of processes wrote; each has a manifest of its own.
         extra: Fields that this version does not know, kept as they are.
     """
 
@@ -180,14 +181,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What every version can read of a manifest."""
+    """The field of a manifest that every version can read."""
 
     min_reader_version: Number
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """``FileRecord`` as it is written; paths are looked at one by one."""
+    """``FileRecord`` as it is written. Each path is checked separately."""
 
     path: str
     size: Count
@@ -222,14 +223,15 @@ _READER, _RECORD = Schema(_Reader), Schema(_Record)
 
 
 def decode_manifest(data: bytes, where: object) -> Manifest:
-    """The manifest in ``data``.
+    """Return the manifest in ``data``.
 
     Args:
         data: All bytes of the file.
-        where: Its name, for the message.
+        where: The name of the file, for the message.
 
     Raises:
-        ManifestError: It is foreign, damaged, leads out of its directory, or asks for a newer reader.
+        ManifestError: The manifest is foreign or damaged, has a path outside its directory, or
+            needs a newer reader.
     """
     try:
         record = parse(data)
@@ -284,7 +286,11 @@ def _from_record(record: _Record) -> Manifest:
 
 
 def _path(path: str) -> str:
-    """A path below the step directory, or ValueError: a manifest from a bucket is not trusted."""
+    """Return the path if it is below the step directory. A manifest from a bucket is not trusted.
+
+    Raises:
+        ValueError: The path is not a relative path below the step directory.
+    """
     clean = posixpath.normpath(path)
     if clean != path or path.split("/", maxsplit=1)[0] in ("", ".", ".."):
         raise ValueError(f"path {path!r} leaves the checkpoint")

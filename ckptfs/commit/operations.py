@@ -10,23 +10,23 @@ crashes, stalls or loses the answer at every one of them.
 
 Programs are deterministic: identifiers, clocks and randomness come in as arguments.
 
-Programs that do not depend on each other go side by side: on an object store, where each operation is a
+Programs that do not depend on each other run side by side: on an object store, where each operation is a
 request, their requests are sent at the same time.
 
     stood, state = yield from side_by_side(read_metadata(name), catch_up(known))
 
-Two programs of one process over one domain take turns, where both move files of one name:
+If two programs of one process move files of one name in one domain, they take turns:
 
     turn = threading.Lock()                       one per domain
     drive(take_turns(program, turn), storage)
 
-A removal reads that ``.metadata`` is the old save's and then renames it away. A projection that comes in between
-would lose the file that it has just put there, permanently. Between processes, fences and trash directories prevent
-this; within one process, retention, clearing and projection may be three threads. Slow work, unlinking and waiting, is
-done between turns, and a program checks again after it.
+A removal reads that ``.metadata`` belongs to the old save and then renames it away. A projection that ran between
+these two would permanently lose the file that it has just put there. Between processes, fences and trash directories
+prevent this; within one process, retention, clearing and projection may run on three threads. Slow work (unlinking
+and waiting) is done between turns, and a program checks again after it.
 
-Symbolic links where a run keeps its own files are refused, before anything is fenced, written or deleted
-(that nothing goes through a link which is put there later is the storage's own rule, ``LocalStorage``):
+Symbolic links in the places where a run keeps its own files are refused before anything is fenced, written or
+deleted (``LocalStorage`` makes sure that no operation follows a link that is put there later):
 
     control_is_plain    before a fence: nothing in ``.ckptfs`` is a link
     name_is_plain       before a save: its name is no link
@@ -99,8 +99,10 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """Small files that were written in this order. -> their bytes, up to the first that is missing;
-    StorageError (EFBIG) where one of them has more than ``AHEAD_BYTES``: all of such would fill the memory
+    """Small files that were written in this order. -> their bytes, up to the first that is missing.
+
+    StorageError (EFBIG) if one of them has more than ``AHEAD_BYTES``: many of that size would fill
+    the memory.
     """
 
     keys: tuple[str, ...]
@@ -163,8 +165,10 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A second name for a file. -> None, or NotFoundError (source or target's parent),
-    AlreadyExistsError, or UnsupportedError: no hard links, or not between these two
+    """A second name for a file. -> None
+
+    NotFoundError (source or target's parent), AlreadyExistsError, or UnsupportedError: no hard
+    links, or not between these two.
     """
 
     source: str
@@ -180,8 +184,9 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class RemoveMany:
-    """Remove files with known names, in as few requests as possible. -> None; absent is success; not
-    atomic, in no order
+    """Remove files with known names, in as few requests as possible. -> None; absent is success.
+
+    Not atomic, and in no order.
     """
 
     keys: tuple[str, ...]
@@ -224,8 +229,10 @@ class RefuseLink:
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:
-    """Operations that do not depend on each other, in any order and at the same time where the storage
-    gains by it. -> tuple of their answers in order; a StorageError is the answer of one that failed
+    """Operations that do not depend on each other. -> tuple of their answers in order
+
+    They run in any order, and at the same time if the storage gains by it. If one fails, its
+    StorageError is its answer.
     """
 
     ops: tuple[Op, ...]
@@ -233,8 +240,9 @@ class AtOnce:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait before try number ``attempt`` (0, 1, ...) of the same thing; the driver ends it with
-    CommitInDoubtError at its deadline. -> None
+    """Wait before try number ``attempt`` (0, 1, ...) of the same operation. -> None
+
+    At its deadline the driver ends the wait with CommitInDoubtError.
     """
 
     attempt: int
@@ -268,7 +276,7 @@ Program = Generator[Op, Any, T]
 
 
 def read_limited(storage: Storage, key: str) -> bytes:
-    """All bytes of a small file that has at most what one of its kind may have. Errors: ``read_small``."""
+    """Return all bytes of a small file, up to the limit of its kind. Errors: ``read_small``."""
     return storage.read_small(key, limit_of(key))
 
 
@@ -321,7 +329,7 @@ def _perform_all(ops: Sequence[Op], storage: Storage) -> tuple[Any, ...]:
     answers = storage.at_once([partial(perform, op, storage) for op in ops])
     for answer in answers:
         if isinstance(answer, NotFoundError) and answer.of_bucket:
-            raise answer  # what a program does not learn of a single operation, see ``drive``
+            raise answer  # not given to the program, as for a single operation: see ``drive``
     return tuple(answers)
 
 
@@ -332,15 +340,27 @@ def drive(
     deadline_s: float = 60.0,
     stopped: threading.Event | None = None,
 ) -> T:
-    """Run a program against a storage until it returns. FencedError once ``stopped`` is set.
+    """Run a program against a storage until it returns.
 
-    deadline_s bounds how long a program may keep pausing, in seconds from its first pause. Storage
-    errors are thrown into the program; what it does not catch reaches the caller.
+    Storage errors are thrown into the program; an error that it does not catch reaches the caller.
+
+    Args:
+        program: The program. It is closed in any case.
+        storage: The storage.
+        deadline_s: How long the program may keep pausing, in seconds from its first pause.
+        stopped: Once it is set, the program does no further operation.
+
+    Returns:
+        What the program returns.
+
+    Raises:
+        FencedError: ``stopped`` is set.
+        CommitInDoubtError: The program was still pausing at its deadline, and did not catch this.
     """
     try:
         return _drive(program, storage, deadline_s, stopped)
     finally:
-        # Whatever ended it: a suspended program may hold its domain's turn (turns.py).
+        # In any case: a suspended program may hold its domain's turn (``take_turns``).
         program.close()
 
 
@@ -375,7 +395,7 @@ def _drive(
                 answer = perform(op, storage)
         except (StorageError, CommitInDoubtError) as error:
             if isinstance(error, NotFoundError) and error.of_bucket:
-                raise  # to the program it would look like a run that nobody wrote yet
+                raise  # the program would take it for a run without any entry
             failure = error
 
 
@@ -383,25 +403,28 @@ PLAIN_NAMES = 2  # a step's .metadata and ckptfs.json
 
 
 def is_long(op: Op) -> bool:
-    """Whether others may have the turn while this is done."""
+    """Whether other programs may have the turn during this operation."""
     if isinstance(op, RemoveMany):
-        # Between the look at the plain names and their removal no other thread may project there.
+        # Between reading the plain names and removing them, no other thread may project there.
         return len(op.keys) > PLAIN_NAMES
     return isinstance(op, RemoveTree | Pause)
 
 
 def all_at_once(ops: Sequence[Op]) -> Program[None]:
-    """Operations without a result, such as writes; the first error is raised when all are done."""
+    """Do operations without a result, such as writes.
+
+    The first error is raised when all of them have ended.
+    """
     for answer in (yield AtOnce(tuple(ops))):
         if isinstance(answer, StorageError):
             raise answer
 
 
 def side_by_side(*programs: Program[Any]) -> Program[tuple[Any, ...]]:
-    """Run programs that do not depend on each other; what each returned, in order.
+    """Run programs that do not depend on each other, and return their results in order.
 
-    In each round every program does one operation, all of them ``AtOnce``. The first error ends all of them,
-    after the operations of its round; what the others have done stays done.
+    In each round every program does one operation, all of them ``AtOnce``. The first error ends all
+    programs after the operations of its round; what the others have done is not undone.
     """
     values: list[Any] = [None] * len(programs)
     answers: dict[int, Any] = dict.fromkeys(range(len(programs)))
@@ -429,7 +452,10 @@ class _Ended:
 
 
 def settled(program: Program[T]) -> Program[T | CkptfsError]:
-    """What a program returns, or the error that ends it: of programs side by side it ends no other."""
+    """Return the result of a program, or the error that ended it.
+
+    Among programs that run side by side, an error then ends only its own program.
+    """
     try:
         return (yield from program)
     except CkptfsError as error:
@@ -437,7 +463,10 @@ def settled(program: Program[T]) -> Program[T | CkptfsError]:
 
 
 def _to_request(program: Program[Any], answer: Any) -> Program[Op | _Ended]:
-    """The program's next operation that may be a request; what asks no object store is done before."""
+    """Return the program's next operation that may be a request to an object store.
+
+    Operations that need no request are done first.
+    """
     while True:
         try:
             op = program.throw(answer) if isinstance(answer, StorageError) else program.send(answer)
@@ -452,7 +481,7 @@ def _to_request(program: Program[Any], answer: Any) -> Program[Op | _Ended]:
 
 
 def _round(ops: dict[int, Op]) -> Program[dict[int, Any]]:
-    """One operation of each program; a pause is made when all others have their answers."""
+    """Do one operation of each program. Pauses come after all others have their answers."""
     answers: dict[int, Any] = {}
     quick = {at: op for at, op in ops.items() if not isinstance(op, Pause)}
     if len(quick) == 1:
@@ -470,7 +499,10 @@ def _round(ops: dict[int, Op]) -> Program[dict[int, Any]]:
 
 
 def _all_of(ops: Mapping[int, Op]) -> Program[dict[int, Any]]:
-    """Operations of several programs at once; what one of them asks at once is asked together with the others."""
+    """Do operations of several programs at once.
+
+    If one of them is itself an ``AtOnce``, its operations are sent together with the others.
+    """
     flat = [
         (at, one) for at, op in ops.items() for one in (op.ops if isinstance(op, AtOnce) else (op,))
     ]
@@ -485,7 +517,7 @@ def _all_of(ops: Mapping[int, Op]) -> Program[dict[int, Any]]:
 
 
 def take_turns(program: Program[T], turn: threading.Lock) -> Program[T]:
-    """The same program, alone in its domain between its long operations."""
+    """Run a program that holds its domain's turn, except during its long operations."""
     reply: Any = None
     failure: Exception | None = None
     with turn:
@@ -509,12 +541,13 @@ def take_turns(program: Program[T], turn: threading.Lock) -> Program[T]:
 
 
 def control_is_plain(shape: Shape) -> Program[None]:
-    """Raise SymlinkError if one of the run's own directories, an attempt, or a generation's trash is a link. Reads
-    only.
+    """Raise SymlinkError if one of the run's own directories, an attempt or a trash is a link.
+
+    Reads only.
     """
     if shape is Shape.OBJECT:
         return
-    # Whoever claims makes the other directories, and making one refuses a link in its place.
+    # A process that claims the run makes the other directories, and making one refuses a link in its place.
     yield RefuseLink(TRASH)
     for folder in (ATTEMPTS, TRASH):
         for entry in (yield from _names(folder)):
@@ -523,8 +556,9 @@ def control_is_plain(shape: Shape) -> Program[None]:
 
 
 def name_is_plain(name: str, shape: Shape) -> Program[None]:
-    """SymlinkError: the checkpoint's name, or that of its whole, is a link: a save would write to
-    where it leads.
+    """Raise SymlinkError if the checkpoint's name, or that of its whole, is a link.
+
+    A save would write to the target of the link.
     """
     if shape is Shape.OBJECT:
         return
@@ -535,9 +569,11 @@ def name_is_plain(name: str, shape: Shape) -> Program[None]:
 
 
 def is_checkpoint_name(name: str, *, is_part: bool) -> bool:
-    """Whether a save may have this name: one component, of a part two, and not the run's own. Pure.
+    """Whether a save may have this name. Pure.
 
-    What an attempt that died says is its name is moved to the trash from there.
+    A name is one component (two for a part), and not one that the run uses itself. Recovery moves
+    what it finds under the name that a dead attempt recorded to the trash, so that name is checked
+    too.
     """
     try:
         check_key(name)

@@ -1,8 +1,8 @@
 """A rank's session at a run: the ranks it talks with, the run's storage, and who shares which disk.
 
-It is opened from what a user typed, and is the same on every rank. The URI is agreed first: relative
-paths become absolute once, on the coordinator, and ranks that were given different ones get an error
-instead of two half checkpoints.
+It is opened from the URI that the user gave, and is the same on every rank. The ranks first agree on the
+URI: relative paths become absolute once, on the coordinator, and if the ranks were given different URIs,
+they get an error instead of two half checkpoints.
 """
 
 from __future__ import annotations
@@ -54,18 +54,22 @@ TOUCH_AFTER_S = 0.05  # beyond one tick of the server's clock, see touch_log_lat
 
 @dataclass(slots=True)
 class Known:
-    """The newest fold that this process made of a log that it holds.
+    """The newest fold of a held run's log that this process made.
 
-    Entries never change, so the next call continues from this fold. An old fold is as correct as a new one, and
-    only takes longer to continue. seq: the last place in commit order that a ticket of this process took; a save
-    that begins later gets a later place.
+    Entries never change, so the next call continues from this fold. An old fold is as correct as a
+    new one; it only takes longer to continue.
+
+    Attributes:
+        state: The fold; None before the first.
+        seq: The last place in commit order that a ticket of this process took. A save that begins
+            later gets a later place.
     """
 
     state: LogState | None = None
     seq: int = 0
 
     def learn(self, state: LogState | None) -> None:
-        """Keep ``state`` if it is longer."""
+        """Keep ``state`` if it covers more entries."""
         if state is not None and (self.state is None or state.next > self.state.next):
             self.state = state
 
@@ -74,27 +78,38 @@ class Known:
 class Common:
     """What all seats of one process at one domain of a held run share.
 
-    spared: ids of saves with a delete in the log and bytes that this process removes later; clearing
-    keeps them. turn: the lock for projecting and removing, see ``take_turns``.
+    If a second seat had its own values, it would immediately remove what a grace period still
+    keeps, and both could remove and project one name at the same time. Another process has its own
+    values.
 
-    A second seat with its own values would remove at once what a grace period still keeps, and would remove and
-    project one name at the same time. Another process has its own.
+    Attributes:
+        spared: ids of saves with a delete in the log and bytes that this process removes later;
+            clearing keeps them.
+        turn: The lock for projecting and removing, see ``take_turns``.
     """
 
     spared: set[str] = field(default_factory=set)
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[type[Common], tuple[()]]:
-        return (Common, ())  # a lock cannot travel, and says nothing to another process
+        return (Common, ())  # a lock cannot be pickled, and is of no use to another process
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where one rank sits. storage is rooted at the run; caps are those that the owner of this
-    rank's domain found by its probe, equal on all ranks of the domain. background: where an owner
-    that holds the run leaves deletes to, where they take requests. known: what an owner that holds
-    the run folded so far. common: what this process's other seats at the same domain share with it. hint: of a reader,
-    the log's, if it came with the domain's id.
+    """The session of one rank at a run.
+
+    Attributes:
+        control: The control plane of the ranks.
+        storage: The storage, rooted at the run.
+        placement: All domains, and the domain of this rank.
+        caps: The capabilities that the owner of this rank's domain found by its probe; equal on all
+            ranks of the domain.
+        background: On an owner that holds the run, the queue that takes deletes, where removing
+            takes requests; else None.
+        known: On an owner that holds the run, the newest fold so far.
+        common: What this process's other seats at the same domain share with this one.
+        hint: On a reader, the hint of the log, if it was read together with the domain's id.
     """
 
     control: Control
@@ -122,27 +137,30 @@ class Seat:
         return any(len(domain.nodes) > 1 for domain in self.placement.domains)
 
     def stamp(self) -> Stamp:
-        """Who writes an entry now, and when: for people."""
+        """Return who writes an entry now, and when, for people."""
         return Stamp(now_text(), self.control.world.hostname, os.getpid(), self.control.rank)
 
     def means(self) -> Means:
-        """What a program of this rank's domain needs. Fresh for each: one generator of ids must not
-        serve two threads.
+        """Return what a program of this rank's domain needs.
+
+        Each program gets a new one, because one generator of ids must not serve two threads.
         """
         return Means(self.placement.mine.id, self.caps, fresh_ids(), self.stamp())
 
     @property
     def fold_from(self) -> LogState | None:
-        """The state from which this rank's log is folded further; None: from the beginning."""
-        # Without exclusive creates entries may slip in below what was folded.
+        """The fold from which this rank continues its log, or None to fold from the beginning."""
+        # Without exclusive creates entries may appear below the end of the fold.
         return self.known.state if self.caps.exclusive_create else None
 
     def touch_log_later(self, *, last: bool = False) -> None:
-        """Move the log's timestamp a little after an append, from a thread of its own.
+        """Change the log's timestamp a little after an append, from a thread of its own.
 
-        Of two entries within one tick of the server's clock, an NFSv3 reader that saw the first may
-        never see the second: its cached directory looks unchanged. last: of this process at the run,
-        which may end now: its end waits for it.
+        If two entries are made within one tick of the server's clock, an NFSv3 reader that saw the
+        first may never see the second, because its cached directory looks unchanged.
+
+        last: This is the process's last append at the run, and the process may end now: its end
+        then waits for the touch.
         """
         timer = threading.Timer(TOUCH_AFTER_S, self._touch_log)
         timer.daemon = not last
@@ -150,7 +168,7 @@ class Seat:
             timer.start()
 
     def drive_aside(self, program: Program[T], background: Background) -> T:
-        """Run a program of a background chore, which appends to the log when no call waits any more."""
+        """Run a program of a background task. It may append to the log after all calls returned."""
         try:
             return drive(program, self.storage, stopped=background.stopped)
         finally:
@@ -160,12 +178,12 @@ class Seat:
         try:
             self.storage.touch(LOG)
         except OSError:
-            return  # it only makes readers see sooner what is committed already
+            return  # the touch only makes readers see a commit sooner
 
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """Saves that the coordinator must know of from every log before it can decide."""
+    """Saves that the coordinator must know about from every log before it can decide."""
 
     ids: frozenset[str]
 
@@ -179,11 +197,22 @@ def step_with_views(
     *,
     also: Callable[[Sequence[T]], Collection[str]] = lambda _: (),
 ) -> R:
-    """Collective. A control step that decides about logs, and sends only the living saves of each.
+    """Decide about logs in a control step that sends only the living saves of each. Collective.
 
-    look: on every rank, makes the value that it sends; if the rank owns a log, with ``state.to_send(ids)``. view_of:
-    the log in that value. A second step requests saves that may be settled in one log and living in another;
-    without a crash there are none. also: further saves to request from every log, if there are several.
+    A second step requests saves that may be settled in one log and living in another; without a
+    crash there are none.
+
+    Args:
+        control: The control plane.
+        label: The name of the step.
+        look: On every rank, returns the value that the rank sends. If the rank owns a log, it
+            passes the ids that it gets to ``state.to_send(ids)``.
+        view_of: Returns the log in such a value.
+        decide: On the coordinator, decides from the values of all ranks.
+        also: Returns further saves to request from every log, if there are several logs.
+
+    Returns:
+        The answer of ``decide``, on every rank.
     """
 
     def first(found: list[T]) -> R | _Ask:
@@ -200,8 +229,9 @@ def step_with_views(
 
 @contextlib.contextmanager
 def naming(checkpoint: Uri) -> Iterator[None]:
-    """Add the checkpoint to an error of a step that passes through, because a step only knows files. Files of the run
-    are then named by their path in it.
+    """Add the checkpoint to an error of a step, because a step only knows files.
+
+    Files of the run are then named by their path in it.
     """
     try:
         yield
@@ -222,16 +252,16 @@ class Place:
 
 
 def agree_uri(control: Control, given: object) -> Uri:
-    """Collective. The one URI that all ranks were given, absolute on the coordinator's terms.
+    """Return the one URI that all ranks were given, made absolute on the coordinator. Collective.
 
-    Its credentials are each rank's own: what ranks say to each other has none.
+    The credentials are each rank's own: the ranks do not send theirs to each other.
     """
 
     def text() -> str | UriError:
         try:
             parsed = Uri.parse(given)  # type: ignore[arg-type]  # the parser names what it cannot read
         except UriError as error:
-            # A value, so that the caller's mistake is raised as its type, with one rank too.
+            # A value, so that the caller's mistake is raised with its own type, also for one rank.
             return error
         relative = parsed.protocol == "file" and "://" not in str(given)
         raw = str(getattr(given, "__fspath__", lambda: given)())
@@ -266,8 +296,10 @@ def open_seat(
     write: bool,
     common: Common | None = None,
 ) -> Iterator[Seat]:
-    """Collective. A seat at a run; its storage is closed on leaving, the control is not. common: of a
-    seat that this process has at that run already.
+    """Open a seat at a run. Collective.
+
+    On leaving, its storage is closed and the control is not. common: that of a seat that this
+    process already has at the run.
     """
     _refuse_private_memory(control, run_uri)
     opened = []
@@ -279,12 +311,15 @@ def open_seat(
         control.step("open", open_here)
         yield sit_down(control, opened[0], place, write=write, common=common)
     finally:
-        for storage in opened:  # here, where another rank could not open its own, too
+        for storage in opened:  # also if another rank could not open its own
             storage.close()
 
 
 def _refuse_private_memory(control: Control, uri: Uri) -> None:
-    """UriError on every rank: each process would "save" into a memory of its own."""
+    """Raise UriError on every rank if several processes use ``memory://``.
+
+    Each process would "save" into its own memory.
+    """
     processes = {(world.node, world.pid) for world in control.worlds}
     if len(processes) > 1 and uri.protocol.rpartition("+")[2] == "memory":
         raise UriError(
@@ -302,8 +337,9 @@ def sit_down(
     write: bool,
     common: Common | None = None,
 ) -> Seat:
-    """Collective. A seat at the run that ``storage`` is rooted at; the storage stays the caller's.
-    common: as for ``open_seat``.
+    """Make a seat at the run that ``storage`` is rooted at. Collective.
+
+    The caller still owns the storage and closes it. common: as for ``open_seat``.
     """
     answers = _FirstAnswers(storage) if not write else None
     placement = probe_domains(
@@ -324,8 +360,9 @@ def sit_down(
 
 
 class _FirstAnswers:
-    """What a reader asks an object store for in any case, asked for together with the domain's id. An error is met
-    again by the call that needs the answer.
+    """Requests that a reader of an object store always needs, sent together with the domain's id.
+
+    If one of them fails, the call that needs its answer repeats it and gets the error.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -352,8 +389,10 @@ class _FirstAnswers:
 def _as_readers_see(
     control: Control, storage: Storage, placement: Placement, answers: _FirstAnswers
 ) -> Storage:
-    """Collective. The storage with the kind of log that exists there, as one process of each node finds it. A rank that
-    failed alone would leave the others waiting in their next step.
+    """Return the storage with the kind of log that exists there. Collective.
+
+    One process of each node finds the kind. A rank that failed alone would leave the others waiting
+    in their next step.
     """
     node = control.world.node
 
@@ -372,13 +411,15 @@ def _as_readers_see(
 
 
 def _agreed_caps(control: Control, storage: Storage, placement: Placement) -> Capabilities:
-    """Collective. What each owner's probe found, for all ranks of its domain: two ranks that think
-    differently of one place would write into different directories.
+    """Return what each owner's probe found, on all ranks of its domain. Collective.
+
+    If two ranks saw different capabilities of one place, they would write into different
+    directories.
     """
 
     def local() -> tuple[str, Capabilities, str | None] | None:
-        # A run that exists already was opened without a write: what its log may rely on must be
-        # seen before the first entry, or a store that ignores conditions would pass for one of ours.
+        # A run that exists already was opened without a write. The conditions that its log relies
+        # on must be probed before the first entry, because the store may ignore them.
         if not placement.is_owner:
             return None
         caps = storage.probe(CONTROL)
@@ -409,5 +450,5 @@ def step_of(name: str, step: int | None) -> int | None:
 
 
 def control_for(process_group: Any, timeout_s: float | None) -> Control:
-    """The ranks' control plane for one call."""
+    """Open the control plane of the ranks for one call."""
     return open_control(process_group=process_group, timeout_s=timeout_s)

@@ -1,24 +1,24 @@
-"""What folded logs say: what became of a save, and what is live. Pure, no I/O.
+"""What follows from folded logs: the state of each save, and the live saves. Pure, no I/O.
 
     views = {domain id: LogState, ...}            the domains that could be reached
-    standing(save_id, views)                      what became of one save
+    standing(save_id, views)                      whether one save is committed, aborted, deleted, ...
     catalog(views)                                all live saves, oldest first
-    history(views)                                all that ever were, for people and for copies
+    history(views)                                all saves ever committed, for people and for copies
 
-What an append may say and what may be deleted is in ``decisions``, what the holder of a new fence does in
-``recovery_plan``.
+``decisions`` says which entries may be appended and what may be deleted, ``recovery_plan`` what the holder of a
+new fence does.
 
 A save is committed if and only if every domain that it lists holds its seal. A domain out of reach
-makes it in doubt, unless a ``decided`` entry that was reached says what it came to. Of a save of
-several parts the home alone decides; its seal, found in another domain, records that it did.
+makes it in doubt, unless a ``decided`` entry in a reached log records the outcome. If a save has
+several parts, its home alone decides; its seal in another domain records that the home decided.
 
 A save that several groups of processes wrote has pieces:
 
     whole    step_100            sealed in its home, with a reference to every part
     part     step_100/actor      a checkpoint of its own, under an id of its own, in its own domains
 
-A piece looks like the seal of a save (name, save_id, digest, domains), so that it is found, projected
-and erased by the same programs. A save without parts is its own and only piece.
+A piece looks like the seal of a save (name, save_id, digest, domains), so that the same programs find,
+project and erase it. A save without parts has one piece: itself.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def part_name(whole: str, part: str) -> str:
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """The name of a checkpoint, and of a part of it or None."""
+    """Split a name into the name of the checkpoint and that of its part, or None."""
     whole, _, part = name.partition("/")
     return whole, part or None
 
 
 def piece(whole: Seal, ref: PartRef) -> Seal:
-    """One part as if it were a save of its own."""
+    """Return one part as if it were a save of its own."""
     return replace(
         whole,
         save_id=ref.save_id,
@@ -94,7 +94,10 @@ def piece(whole: Seal, ref: PartRef) -> Seal:
 
 
 def pieces(whole: Seal, domain: str) -> list[Seal]:
-    """What of a save lies in a domain; the whole comes last, and in every domain."""
+    """Return the pieces of a save that a domain holds.
+
+    The whole comes last, and is in every domain.
+    """
     return [*(piece(whole, ref) for ref in whole.parts if domain in ref.domains), whole]
 
 
@@ -104,12 +107,12 @@ def piece_ids(whole: Seal) -> set[str]:
 
 
 def part_in(save_id: str, views: Mapping[str, LogState]) -> Part | None:
-    """The part of that id, as any reached log tells it; None where it is no sealed part."""
+    """Return the sealed part with this id from any reached log, or None if there is none."""
     return next((p for v in views.values() if (p := v.save(save_id).part) is not None), None)
 
 
 def promise(part: Part) -> Seal:
-    """A sealed part, before its home decided, as if it were a save of its own."""
+    """Return a sealed part that its home has not decided yet, as if it were a save of its own."""
     return Seal(
         save_id=part.save_id,
         base=part.base,
@@ -124,7 +127,7 @@ def promise(part: Part) -> Seal:
 
 
 def promised_here(state: LogState) -> dict[str, list[Part]]:
-    """The parts that a log holds, by the id of the whole."""
+    """Return the sealed parts in a log, by the id of the whole."""
     found: dict[str, list[Part]] = {}
     for save in state.saves.living.values():
         if save.part is not None:
@@ -137,9 +140,9 @@ Key = tuple[Generation, int, bool, int, str]
 
 
 class Standing(StrEnum):
-    """What became of a save, as far as the reached domains tell."""
+    """The state of a save, as far as the reached domains show it."""
 
-    UNKNOWN = "unknown"  # no reached log has heard of it
+    UNKNOWN = "unknown"  # no reached log has an entry of it
     PENDING = "pending"  # some reached domain has not sealed it
     IN_DOUBT = "in doubt"  # every reached domain sealed it, one is out of reach
     COMMITTED = "committed"
@@ -156,12 +159,12 @@ class Live:
 
 
 def seal_of(save_id: str, views: Views) -> Seal | None:
-    """The save's seal, the same in every domain that has it."""
+    """Return the seal of a save. It is the same in every domain that has it."""
     return next((s.seal for v in views.values() if (s := v.save(save_id)).seal is not None), None)
 
 
 def standing(save_id: str, views: Views) -> Standing:
-    """What became of a save, or of a part of one."""
+    """Return the state of a save, or of a part of one."""
     found = _standing_of_whole(save_id, views)
     part = part_in(save_id, views) if found is Standing.UNKNOWN else None
     return found if part is None else _standing_of_part(part, views)
@@ -171,7 +174,7 @@ def _standing_of_whole(save_id: str, views: Views) -> Standing:
     states = [view.save(save_id) for view in views.values()]
     if any(s.deleted for s in states):
         return Standing.DELETED
-    # A record of the decision is worth as much as the seals that it was made from.
+    # A record of the decision counts as much as the seals that it was made from.
     if any(s.decided is Outcome.ABORTED or s.aborted for s in states):
         return Standing.ABORTED
     if any(s.decided is Outcome.COMMITTED for s in states):
@@ -189,7 +192,7 @@ def _standing_of_whole(save_id: str, views: Views) -> Standing:
 
 
 def _standing_of_part(part: Part, views: Views) -> Standing:
-    """What became of a sealed part: what became of the whole, if that has it."""
+    """Return the state of a sealed part: that of the whole, if the whole includes it."""
     whole = _standing_of_whole(part.of, views)
     if whole in (Standing.COMMITTED, Standing.DELETED):
         seal = seal_of(part.of, views)
@@ -203,13 +206,15 @@ def _standing_of_part(part: Part, views: Views) -> Standing:
 
 
 def in_order(seals: Iterable[Seal], views: Views) -> list[Live]:
-    """Saves in commit order: by (generation, seq), and unfenced ones, which share a seq, by their position
-    in the log of the lowest domain that they list.
+    """Return saves in commit order.
 
-    Of saves that share a seq the position counts where all of them have that lowest domain in common and
-    it is reached; positions of different logs say nothing of each other. Else they go by their ids, which
-    begin with the time of the save. So everybody who reaches that domain sees one order, and so does
-    everybody who does not.
+    They are ordered by (generation, seq). Unfenced saves share a seq; they are ordered by their
+    position in the log of the lowest domain that they list.
+
+    The position counts only if all saves with that seq have the same lowest domain and it is
+    reached, because positions in different logs cannot be compared. Otherwise they are ordered by
+    their ids, which begin with the time of the save. So all processes that reach that domain see
+    one order, and all that do not reach it see one order too.
     """
     seals = list(seals)
     lowest: dict[tuple[Generation, int], set[str | None]] = {}
@@ -229,20 +234,25 @@ def in_order(seals: Iterable[Seal], views: Views) -> list[Live]:
 
 
 def order_key(seal: Seal, views: Views) -> Key:
-    """The place of one save among all that still say something; walks them where it is a plain one."""
+    """Return the place of one save among all that still matter.
+
+    All of them are walked only for an unfenced save.
+    """
     beside = [] if seal.fenced else [live.seal for live in commits(views)]
     every = in_order({one.save_id: one for one in (*beside, seal)}.values(), views)
     return next(live.key for live in every if live.seal.save_id == seal.save_id)
 
 
 def living(views: Views) -> list[str]:
-    """The saves that may still matter in one of these logs, each once."""
+    """Return the ids of the saves that may still matter in one of these logs, each once."""
     return list({save_id: None for view in views.values() for save_id in view.saves.living})
 
 
 def unsent(views: Views, ids: Iterable[str] = ()) -> frozenset[str]:
-    """Of logs as ``LogState.to_send`` made them, the saves that must be asked for before anything is
-    decided: what lives in one of them, or is among ``ids``, may be settled in another one.
+    """Return the ids of saves that must be requested from every log before anything is decided.
+
+    The views are logs as ``LogState.to_send`` made them. A save that is living in one of them, or
+    is among ``ids``, may be settled in another one and therefore missing there.
     """
     if len(views) == 1:
         return frozenset()
@@ -258,7 +268,7 @@ def unsent(views: Views, ids: Iterable[str] = ()) -> frozenset[str]:
             related = {save.part.of}
             known = [views[d].saves for d in save.part.domains if d in views]
             home, of = views.get(save.part.home), save.part.of
-            # Where home is out of reach, any log that knows the whole says what became of it.
+            # If the home is out of reach, any log that has the whole shows what became of it.
             knows = [home] if home is not None else views.values()
             is_told = all(save.save_id in saves for saves in known) and any(
                 of in view.saves for view in knows
@@ -271,14 +281,19 @@ def unsent(views: Views, ids: Iterable[str] = ()) -> frozenset[str]:
 
 
 def commits(views: Views) -> list[Live]:
-    """The committed saves that still say something, in commit order. Deleted ones are among them as
-    long as they do: a replaced save must not come back to life when its successor is deleted.
+    """Return the committed saves that still matter, in commit order.
+
+    Deleted saves are included as long as they matter: a replaced save must not become live again
+    when its successor is deleted.
     """
     return _committed_of(living(views), views)
 
 
 def history(views: Views) -> list[Live]:
-    """All saves that were ever committed, in commit order. As many as the run is old."""
+    """Return all saves that were ever committed, in commit order.
+
+    Their number grows with the run.
+    """
     ids = {save_id: None for view in views.values() for save_id in view.saves}
     return _committed_of(ids, views)
 
@@ -294,7 +309,7 @@ def _committed_of(ids: Iterable[str], views: Views) -> list[Live]:
 
 
 def committed(views: Views) -> list[Live]:
-    """All committed, undeleted saves in commit order, superseded and hidden ones included."""
+    """Return all committed, undeleted saves in commit order, also superseded and hidden ones."""
     return [live for live in commits(views) if not is_deleted(live.seal.save_id, views)]
 
 
@@ -304,7 +319,10 @@ def is_deleted(save_id: str, views: Views) -> bool:
 
 
 def used_overwrites(views: Views, lives: Iterable[Live]) -> frozenset[Generation]:
-    """The overwriting generations under which something was committed. lives: all ``commits``."""
+    """Return the overwriting generations under which something was committed.
+
+    lives: all ``commits``.
+    """
     marks = {mark.generation for view in views.values() for mark in view.overwrites}
     if not marks:
         return frozenset()
@@ -315,9 +333,8 @@ def used_overwrites(views: Views, lives: Iterable[Live]) -> frozenset[Generation
 def hidden(seal: Seal, views: Views, used: Collection[Generation]) -> bool:
     """Whether an overwriting fence took the save out of the catalog.
 
-    It does while it is the newest fence, and for good once something was committed under it: a
-    later fence after an overwrite that committed nothing brings the old saves back. ``used``:
-    ``used_overwrites``.
+    It is hidden while that fence is the newest, and permanently once something was committed under
+    it: if nothing was, a later fence brings the old saves back. ``used``: ``used_overwrites``.
     """
     return any(
         mark.generation == view.generation or mark.generation in used
@@ -326,7 +343,7 @@ def hidden(seal: Seal, views: Views, used: Collection[Generation]) -> bool:
 
 
 def later_overwrites(seal: Seal, views: Views) -> Iterator[tuple[LogState, Overwrite]]:
-    """The overwriting fences that came after the save, in the domains that hold it."""
+    """Yield the overwriting fences that came after the save, in the domains that hold it."""
     for domain in seal.everywhere:
         view = views.get(domain)
         at = None if view is None else _sealed_at(seal, view, domain)
@@ -335,8 +352,10 @@ def later_overwrites(seal: Seal, views: Views) -> Iterator[tuple[LogState, Overw
 
 
 def _sealed_at(seal: Seal, view: LogState, domain: str) -> int | None:
-    """Where the save was sealed in a log; away from home that is where its parts were: what the
-    home decided may be recorded there only after a later fence.
+    """Return the position in a log where the save was sealed.
+
+    In a domain that holds only parts of the save, this is the first position of these parts: the
+    decision of the home may be recorded there only after a later fence.
     """
     if domain in seal.domains:
         return view.save(seal.save_id).sealed_at
@@ -350,7 +369,7 @@ def catalog(views: Views) -> list[Live]:
 
 
 def catalog_of(lives: Sequence[Live], views: Views) -> list[Live]:
-    """The live ones of all ``commits``."""
+    """Return the live saves out of all ``commits``."""
     newest = {live.seal.name: live.seal.save_id for live in lives}
     used = used_overwrites(views, lives)
     return [
@@ -363,8 +382,10 @@ def catalog_of(lives: Sequence[Live], views: Views) -> list[Live]:
 
 
 def latest(views: Views, artifact: Kind | None = None) -> Live | None:
-    """The last committed live save (of one kind), saves of failing runs apart; never the largest
-    step: a run restored at 50 and retrained to 70 must not wake up at the rejected 100.
+    """Return the last committed live save (of one kind) that was not saved by a failing run.
+
+    It is never chosen by the largest step: a run that was restored at 50 and trained again to 70
+    must not continue from the rejected 100.
     """
     lives = [
         live
@@ -375,7 +396,7 @@ def latest(views: Views, artifact: Kind | None = None) -> Live | None:
 
 
 def name_taken(name: str, views: Views) -> Seal | None:
-    """The live or unsettled save that holds a name."""
+    """Return the live or unsettled save that holds a name."""
     for live in catalog(views):
         if live.seal.name == name:
             return live.seal
@@ -390,9 +411,9 @@ def name_taken(name: str, views: Views) -> Seal | None:
 
 
 def occupant(name: str, views: Views) -> Seal | None:
-    """The save whose bytes may still lie under a name, in whatever standing but aborted.
+    """Return the save that may still have bytes under a name, in any state except aborted.
 
-    Files with plain names must not come to lie among those of a save that an overwrite hid.
+    This includes saves that an overwrite hid: files with plain names must not be mixed with theirs.
     """
     for view in views.values():
         for save in view.saves.living.values():
@@ -404,9 +425,10 @@ def occupant(name: str, views: Views) -> Seal | None:
 
 
 def next_seq(base: Generation, views: Views, *, fenced: bool) -> int:
-    """A save's place under its base: after every fenced save that its coordinator saw.
+    """Return the place of a new save under its base.
 
-    Unfenced saves share the number of the last fenced one and order by position in the log.
+    It comes after every fenced save that its coordinator saw. Unfenced saves share the number of
+    the last fenced save, and are ordered by their position in the log.
     """
     seqs = [
         save.seal.seq
@@ -414,7 +436,7 @@ def next_seq(base: Generation, views: Views, *, fenced: bool) -> int:
         for save in view.saves.living.values()
         if save.seal is not None and save.seal.base == base and save.seal.fenced
     ]
-    # Nothing is committed under a generation older than the newest, so only that one is asked for.
+    # Nothing is committed under a generation older than the newest, so only that one counts.
     highest = [view.saves.settled.highest for view in views.values()]
     seqs += [place[1] for place in highest if place is not None and place[0] == base]
     top = max(seqs, default=0)
@@ -422,7 +444,7 @@ def next_seq(base: Generation, views: Views, *, fenced: bool) -> int:
 
 
 def successor_here(state: LogState, seal: Seal) -> Seal | None:
-    """The newest undeleted save of the same name that this log sealed after ``seal``, if any."""
+    """Return the newest undeleted save of the name that this log sealed after ``seal``, or None."""
     mine = state.save(seal.save_id).sealed_at
     later = [
         (save.sealed_at, save.seal)

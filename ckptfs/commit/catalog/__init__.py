@@ -1,4 +1,4 @@
-"""What a run contains. Read-only: nothing here appends, repairs or probes.
+"""The content of a run. Read-only: nothing here appends, repairs or probes.
 
     catalog     saves that the logs list, and one process's look at a run
     unlogged    checkpoints that no log lists: copied here, or written by stock torch
@@ -6,5 +6,5 @@
 
     logs --fold--> views --catalog--> live saves --find--> Found(manifest, where its files are now)
 
-All three are ways in.
+All three are entry points.
 """

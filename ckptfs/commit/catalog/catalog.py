@@ -20,7 +20,7 @@ checkpoint is a run:
     refuse_no_run(root, shape)     StateError where the root is a checkpoint or a file
     check_run_uri(control, root)   the same from all ranks, before a run is made there
     is_run(name)                   whether a run of ckptfs has this name
-    checkpoint_error, run_error    what to say, and the call that was meant
+    checkpoint_error, run_error    the error, with the call that was probably meant
 """
 
 from __future__ import annotations
@@ -170,7 +170,10 @@ def read_domain() -> Program[str | None]:
 
 
 def read_view(hint: FoundHint | None = None) -> Program[tuple[str, LogState] | None]:
-    """This place's domain id and folded log, or None where there is no run. hint: as for ``catch_up``."""
+    """Return the domain id and the folded log that this process sees, or None if there is no run.
+
+    hint: As for ``catch_up``.
+    """
     domain, state = yield from side_by_side(read_domain(), catch_up(hint=hint))
     return None if domain is None else (domain, state)
 
@@ -181,9 +184,11 @@ def list_live(views: Views) -> list[Seal]:
 
 
 def live_of(name: str, views: Views, where: Uri) -> Seal | None:
-    """The live save of a name; None if the logs know no live one.
+    """Return the live save of a name, or None if the logs have none.
 
-    IncompleteCheckpointError: it is in doubt because a domain is out of reach, and says which.
+    Raises:
+        IncompleteCheckpointError: It is in doubt because a domain is out of reach. The message
+            names the domain.
     """
     for seal in list_live(views):
         if seal.name == name:
@@ -213,9 +218,13 @@ def live_of(name: str, views: Views, where: Uri) -> Seal | None:
 
 
 def part_of(whole: Seal, part: str | None, where: Uri) -> tuple[Seal, str]:
-    """The save to look for: a part of it, or the whole that has none; and who holds the part.
+    """Return the save to search for, and a text that says where it is if it is a part.
 
-    StateError: a whole of parts is nothing to load. NotFoundError: it has no such part.
+    It is a part of ``whole``, or ``whole`` itself if it has no parts.
+
+    Raises:
+        StateError: No part is given, and ``whole`` has parts: it cannot be loaded itself.
+        NotFoundError: It has no such part.
     """
     names = ", ".join(ref.name for ref in whole.parts)
     if part is None:
@@ -234,7 +243,7 @@ def part_of(whole: Seal, part: str | None, where: Uri) -> tuple[Seal, str]:
 
 
 def refuse_parts(parts: Sequence[PartRef], name: str, where: Uri) -> None:
-    """StateError where what was asked for is a whole of parts."""
+    """Raise StateError if a save that was requested as one consists of parts."""
     if parts:
         raise StateError(
             f"{name} consists of parts: {', '.join(ref.name for ref in parts)}",
@@ -250,13 +259,18 @@ def _named(seal: Seal | None, name: str) -> bool:
 def find(seal: Seal, shape: Shape, where: Uri, *, with_metadata: bool = False) -> Program[Found]:
     """Find the files of a sealed save, before or after its projection.
 
-    Accepts only the manifest with the sealed digest. with_metadata: the caller reads the ``.metadata`` next;
-    on an object store a small one is read at the same time as the manifest. NotFoundError: it is in neither
-    place; the caller folds again (it was superseded or deleted in between, otherwise it is damaged).
+    It accepts only the manifest with the sealed digest.
+
+    with_metadata: The caller reads the ``.metadata`` next. On an object store a small one is read
+    at the same time as the manifest.
+
+    Raises:
+        NotFoundError: It is in neither place. The caller folds again: it was superseded or deleted
+            in between, otherwise it is damaged.
     """
     keys = AttemptKeys(shape, seal.name, seal.save_id)
     for data in keys.homes():
-        # The direction of movement: the attempt first, then where it moves to.
+        # In the order in which the save moves: the attempt first, then the place that it moves to.
         yield from _afresh(data.rsplit("/", 1)[0] if shape is Shape.FILESYSTEM else "")
         ahead = with_metadata and shape is Shape.OBJECT and seal.artifact is Kind.CHECKPOINT
         try:
@@ -295,10 +309,11 @@ def _manifest_and_metadata(data: str, *, ahead: bool) -> Program[tuple[bytes, by
 
 
 def _afresh(directory: str) -> Program[None]:
-    """Drop what a network client cached of a directory, and of its name.
+    """Drop a network client's cache of a directory and of its name.
 
-    A client that knew an attempt still finds its files under the old name after the projection, until
-    that vanishes in the middle of a load; one that knew a deleted step finds that one under its name.
+    A client that knew an attempt still finds its files under the old name after the projection,
+    until they vanish during a load. A client that knew a deleted step still finds it under its
+    name.
     """
     if directory:
         yield Refresh(directory.rpartition("/")[0])
@@ -306,10 +321,10 @@ def _afresh(directory: str) -> Program[None]:
 
 
 def unlogged(name: str, views: Views, where: Uri) -> Program[Found]:
-    """A checkpoint that no log knows: copied here, or written by stock torch.
+    """Find a checkpoint that no log lists: copied here, or written by stock torch.
 
-    A save that the log knows as deleted, overwritten or aborted is not one of them, even if files of it are
-    left; a copy of it under another name is one.
+    A save that the log knows as deleted, overwritten or aborted is not one of them, even if files
+    of it are left; a copy of it under another name is one.
     """
     yield from _afresh(name)
     try:
@@ -322,7 +337,7 @@ def unlogged(name: str, views: Views, where: Uri) -> Program[Found]:
     manifest = decode_manifest(raw, f"{where}/{MANIFEST}")
     if is_of_log(name, manifest, views):
         raise _gone(name, where)
-    # The directory may have been renamed by whoever copied it: its own name does not matter.
+    # The directory may have been renamed when it was copied, so its name does not matter.
     return Found(name, f"{name}/{manifest.save_id}/{METADATA}", manifest, None)
 
 
@@ -333,17 +348,17 @@ def is_of_log(name: str, manifest: Manifest, views: Views) -> bool:
 
 
 def missing_files(manifest: Manifest, home: str) -> Program[tuple[str, ...]]:
-    """Listed files that are not below ``home`` with their size: a copy may have been interrupted.
+    """Return the listed files that do not exist below ``home`` with their size.
 
-    Asked only where no log vouches for the checkpoint.
+    A copy may have been interrupted. This is only checked for checkpoints that no log lists.
     """
     listed: dict[str, list[FileRecord]] = {}
     for record in manifest.files:
-        # Domains have a `.metadata` each under one path; gathered together any of them is right.
+        # Each domain has its own `.metadata` under one path. In a gathered copy any of them is right.
         listed.setdefault(record.path, []).append(record)
     missing: tuple[str, ...] = ()
     for folder in {file_key(records[0], home).rpartition("/")[0] for records in listed.values()}:
-        yield Refresh(folder)  # a copy that went on since this node looked before
+        yield Refresh(folder)  # a copy may have continued since this node listed it
     for path, records in listed.items():
         try:
             found: Stat = yield StatOf(file_key(records[0], home))
@@ -404,7 +419,7 @@ class Look:
 
 @contextlib.contextmanager
 def looking_at(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Iterator[Look]:
-    """The run as it is now; its storage is closed on leaving. Errors are the storage's."""
+    """Yield the run as it is now. On leaving, its storage is closed. Errors are the storage's."""
     root = Uri.parse(run_uri)
     plain = open_storage(root, {**options_of(run_uri), **(storage_options or {})})
     try:
@@ -412,7 +427,7 @@ def looking_at(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Itera
         try:
             view = drive(read_view(), plain)
             if view is None or not view[1].next:
-                # No entry of an ordinary log: it is empty, or of the kind for stores that exclude nobody.
+                # No entry of an ordinary log: it is empty, or of the kind without exclusive creates.
                 storage = with_log(plain, plain.capabilities, write=False)
                 view = view if storage is plain else drive(read_view(), storage)
         except ManifestError as error:
@@ -424,8 +439,9 @@ def looking_at(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Itera
 
 
 def gap_of(look: Look) -> Gap | None:
-    """Return an entry that is missing in the log although later ones exist; takes one listing. No reader goes
-    beyond it, so what was found may be old.
+    """Return a missing entry of the log if later ones exist. It takes one listing.
+
+    No reader continues after the gap, so what was found may be old.
     """
     return drive(_gap_in(look.views), look.storage)
 
@@ -451,7 +467,7 @@ def refuse_gap(look: Look) -> None:
 
 
 def check_gap(views: Views, root: Uri) -> Program[None]:
-    """As ``refuse_gap``, of what one process sees of the run at ``root``."""
+    """Check as ``refuse_gap``, for the views that one process has of the run at ``root``."""
     gap = yield from _gap_in(views)
     if gap is not None:
         raise ManifestError(
@@ -483,15 +499,16 @@ def unprojected(
 
 
 def refuse_no_run(root: Uri, shape: Shape) -> Program[None]:
-    """StateError where the root of the storage is a checkpoint, or a file: it only looks like an empty run,
-    and training would begin at step 0.
+    """Raise StateError if the root of the storage is a checkpoint or a file.
+
+    It would look like an empty run, and training would begin at step 0.
     """
     yield Refresh("")
     for inside in (MANIFEST, METADATA):
         if (yield from _stat(inside)) is not None:
             raise checkpoint_error(root)
     found = yield from _stat("")
-    # An object of no bytes is what some tools make for a directory.
+    # Some tools make an object of no bytes for a directory.
     if found is not None and not found.is_dir and (found.size_bytes or shape is Shape.FILESYSTEM):
         raise StateError(
             "a file, not a run",
@@ -506,9 +523,10 @@ def check_run_uri(
     storage_options: Mapping[str, Any] | None = None,
     storage: Storage | None = None,
 ) -> None:
-    """Collective, before anything is written there. StateError: a run would be made in a checkpoint.
+    """Raise StateError if a run would be made in a checkpoint. Collective.
 
-    storage: at the root, where the caller has one.
+    Call this before anything is written there. storage: The storage at the root, if the caller has
+    one.
     """
 
     def local() -> StateError | None:
@@ -544,7 +562,7 @@ def is_run(name: str) -> Program[bool]:
 
 
 def checkpoint_error(root: Uri) -> StateError:
-    """For a call that takes a run and was given a checkpoint."""
+    """Return the error of a call that takes a run and was given a checkpoint."""
     return StateError(
         "a checkpoint, not a run",
         uri=root,
@@ -553,7 +571,7 @@ def checkpoint_error(root: Uri) -> StateError:
 
 
 def run_error(uri: Uri, hint: str = "") -> StateError:
-    """For a call that takes a checkpoint and was given a run."""
+    """Return the error of a call that takes a checkpoint and was given a run."""
     return StateError(
         "a run, not a checkpoint",
         uri=uri,
@@ -567,5 +585,5 @@ def _stat(key: str) -> Program[Stat | None]:
     try:
         stat: Stat = yield StatOf(key)
     except (NotFoundError, AccessError):
-        return None  # what lies beside the run's own keys need not be permitted
+        return None  # other keys than the run's own need not be readable
     return stat

@@ -1,9 +1,9 @@
 """Finding a checkpoint from all ranks: one answer, decided once, the same on every rank.
 
-    look    one process per node folds its domain's log        -> coordinator: which save is it
-    find    every rank finds its files where they are now       -> found, or all look again
+    look    one process per node folds its domain's log        -> the coordinator chooses the save
+    find    every rank finds its files where they are now       -> found, or all ranks start again
 
-Whatever one rank meets while it looks is known to all of them at the end of the step.
+An error of one rank during a step is raised on all of them at the end of the step.
 
 A save may be superseded, deleted or projected during the search. Then some rank finds nothing, and all ranks
 start again together: two ranks must never load two different saves. If a save is projected after the search, a
@@ -64,15 +64,19 @@ __all__ = ["following", "locate", "locate_directory", "reading_seat"]
 
 logger = logging.getLogger("ckptfs.commit")
 
-TRIES = 5  # a save that moves is found at the second look; only a damaged one is missed by all
+TRIES = 5  # a save that moves is found at the second try; only a damaged one is missed by all
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The save that all ranks look for; seal is None where nothing lives under the name: ``views`` tell
-    whether something did. where: of a part, the nodes that hold it.
+    """The save that all ranks search for.
+
+    Attributes:
+        seal: The save; None if none is live under the name. ``views`` show whether there was one.
+        views: The folded logs.
+        where: For a part, the nodes that hold it.
     """
 
     seal: Seal | None
@@ -100,15 +104,16 @@ class _Miss:
 
 @dataclass(frozen=True, slots=True)
 class _Changed:
-    """What this rank found is not what was saved."""
+    """The files that this rank found are not those that were saved."""
 
     error: IntegrityError | ManifestError
 
 
 @contextlib.contextmanager
 def reading_seat(target: Uri, control: Control, place: Place) -> Iterator[tuple[Seat, str]]:
-    """Collective, read-only. A seat at the run of a checkpoint, or of a part of one, and its name
-    there: ``step_100``, or ``step_100/actor``.
+    """Yield a seat at the run of a checkpoint, and the checkpoint's name. Collective, read-only.
+
+    The name is ``step_100``, or ``step_100/actor`` for a part.
     """
     with contextlib.ExitStack() as stack:
         seat = stack.enter_context(open_seat(target.parent, control, place, write=False))
@@ -135,7 +140,7 @@ def _has_part(run: Uri, place: Place, step: str, part: str) -> bool:
     try:
         view = drive(read_view(), with_log(plain, plain.capabilities, write=False))
     except (StorageError, ManifestError):
-        return False  # what lies above a copied checkpoint need not be permitted to be read
+        return False  # the directory above a copied checkpoint need not be readable
     finally:
         plain.close()
     return view is not None and any(
@@ -146,12 +151,17 @@ def _has_part(run: Uri, place: Place, step: str, part: str) -> bool:
 
 
 def locate(seat: Seat, name: str) -> Found:
-    """Collective, read-only. Find the files of checkpoint ``name`` for this rank.
+    """Find the files of checkpoint ``name`` for this rank. Collective, read-only.
 
-    NotFoundError: there is none. IncompleteCheckpointError: it is live but its files are missing,
-    or a domain of it is out of reach. IntegrityError, ManifestError: it was changed, for all ranks;
-    what single ranks meet is a CollectiveError on all. AmbiguousCheckpointError: another program
-    saved over it. StateError: it is a run.
+    Raises:
+        NotFoundError: There is none.
+        IncompleteCheckpointError: It is live but its files are missing, or a domain of it is out of
+            reach.
+        IntegrityError: All ranks found it changed.
+        ManifestError: All ranks found its manifest damaged.
+        CollectiveError: Some ranks got an error; every rank raises this same error.
+        AmbiguousCheckpointError: Another program saved over it.
+        StateError: It is a run.
     """
     where = seat.storage.uri(name)
     ahead: dict[str, Found | CkptfsError] = {}
@@ -176,7 +186,7 @@ def locate(seat: Seat, name: str) -> Found:
         if any(one.is_saved_over for one in seen):
             raise unlogged_error((name,), whole, seat.storage.root)
         seal, holders = part_of(whole, part, where)
-        # What is sent to every rank: only this save, the log may be long.
+        # Only this save is sent to every rank, because the log may be long.
         return _Choice(seal, {}, holders)
 
     def choose_first(answers: Sequence[_Seen | None]) -> _Choice | None:
@@ -204,7 +214,8 @@ def locate(seat: Seat, name: str) -> Found:
             lambda seen: None if seen is None else seen.view,
             choose_first,
         )
-        # Whether a name that nothing lives under was ever known is asked of all that ever was.
+        # Whether there ever was a save of this name is looked up among all saves, not only the
+        # living ones.
         choice = chosen or seat.control.step("look", lambda: look(None), choose)
         held: list[Found] = []
 
@@ -249,7 +260,7 @@ def _is_run(seat: Seat, name: str) -> bool:
 
 
 def _pop_found(ahead: dict[str, Found | CkptfsError], save_id: str) -> Found | None:
-    """What was found ahead, once."""
+    """Return what was found ahead, and forget it. An error that was met there is raised."""
     found = ahead.pop(save_id, None)
     if isinstance(found, CkptfsError):
         raise found
@@ -284,8 +295,10 @@ def _is_saved_over(
 def _misses(
     told: Sequence[_Miss | _Changed | None], worlds: Sequence[World]
 ) -> list[tuple[int, str]]:
-    """Which ranks found nothing. If all ranks found the save changed, that error is raised; if only some did,
-    their error names them.
+    """Return which ranks found nothing.
+
+    If all ranks found the save changed, that error is raised. If only some did, their error names
+    them.
     """
     changed = {rank: one.error for rank, one in enumerate(told) if isinstance(one, _Changed)}
     if len(changed) == len(told):
@@ -297,10 +310,10 @@ def _misses(
 
 
 def following(seat: Seat, name: str, load: Callable[[Found], T]) -> T:
-    """Collective, read-only. What ``load`` makes of what ``locate`` finds.
+    """Return the result of ``load`` for what ``locate`` finds. Collective, read-only.
 
-    Once more where a file was missing because the save was projected between the look and the read.
-    Errors are those of both.
+    If a file was missing because the save was projected between the search and the read, this is
+    done once more. Errors are those of both.
     """
     found = locate(seat, name)
     try:
@@ -314,7 +327,7 @@ def following(seat: Seat, name: str, load: Callable[[Found], T]) -> T:
 
 
 def _has_moved(seat: Seat, found: Found) -> bool:
-    """Collective. Whether some rank finds the same save elsewhere by now."""
+    """Whether some rank finds the same save elsewhere now. Collective."""
 
     def look() -> bool:
         if found.seal is None:
@@ -368,7 +381,7 @@ def locate_directory(seat: Seat, name: str) -> Found:
 
 
 def _check_copy(seat: Seat, found: Found, manifest: Manifest) -> None:
-    """Collective. A checkpoint without a log is valid if every listed file is there, on some node."""
+    """Check that every listed file of a copy without a log exists on some node. Collective."""
 
     def look() -> frozenset[str] | None:
         if not seat.placement.is_node_lead:

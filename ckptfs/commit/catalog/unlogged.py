@@ -99,7 +99,7 @@ class Beside:
 
     @property
     def step(self) -> int | None:
-        """As its manifest says; where there is none, the number that ends its name."""
+        """The step in its manifest; without a manifest, the number at the end of its name."""
         return step_in(self.name) if self.manifest is None else self.manifest.step
 
     @property
@@ -115,11 +115,11 @@ class Beside:
 
 
 def oldest_first(found: Iterable[Beside]) -> list[Beside]:
-    """Checkpoints that no log orders, the newest last. Pure.
+    """Return checkpoints that no log orders, the newest last. Pure.
 
-    By their steps, where all have one and the names without a manifest differ in nothing but the number;
-    else by the time at which they were written. A copying tool need not keep times, and a number in
-    names of two patterns need not count the same thing.
+    They are ordered by their steps, if all have one and the names without a manifest differ only in
+    the number. Otherwise they are ordered by the time at which they were written. A copying tool
+    need not keep times, and numbers in names of two patterns need not count the same thing.
     """
     ordered = sorted(found, key=lambda one: number_order(one.name))
     steps = {one.name: one.step for one in ordered}
@@ -130,9 +130,11 @@ def oldest_first(found: Iterable[Beside]) -> list[Beside]:
 
 
 def list_unlogged(views: Views, root: Uri, kind: Kind | None = None) -> Program[list[Checkpoint]]:
-    """List the unlogged checkpoints: directories with a manifest, or `.metadata`, that none of ``views`` knows in any
-    state; only those of ``kind``, if given. Names that a live save of the log has are not examined, because each
-    examination is a request on an object store.
+    """Return the unlogged checkpoints of a run.
+
+    These are directories with a manifest, or `.metadata`, that none of ``views`` knows in any
+    state; only those of ``kind``, if given. Names that a live save of the log has are not examined,
+    because each examination is a request on an object store.
     """
     try:
         entries: list[Entry] = yield List("")
@@ -143,15 +145,16 @@ def list_unlogged(views: Views, root: Uri, kind: Kind | None = None) -> Program[
         beside = yield from look_beside(name, views, root)
         if beside is not None:
             found.append(beside)
-    # Listing names what can be loaded; load() says what is wrong with the rest.
+    # A listing has the checkpoints that can be loaded; load() says what is wrong with the others.
     whole = {one.name: one.checkpoint for one in found if one.checkpoint is not None}
     wanted = (b for b in found if b.name in whole and kind in (None, whole[b.name].kind))
     return [whole[beside.name] for beside in oldest_first(wanted)]
 
 
 def newest(views: Views, root: Uri, kind: Kind) -> Program[Checkpoint | None]:
-    """Return the last commit of a kind in the log, except those of failing runs; if there is none, the last
-    unlogged checkpoint in the order of ``oldest_first``.
+    """Return the last commit of a kind in the log, except those of failing runs.
+
+    If there is none, return the last unlogged checkpoint in the order of ``oldest_first``.
     """
     live = latest(views, kind)
     if live is not None:
@@ -161,8 +164,11 @@ def newest(views: Views, root: Uri, kind: Kind) -> Program[Checkpoint | None]:
 
 
 def newest_there(views: Views, root: Uri, kind: Kind, shape: Shape) -> Program[Checkpoint | None]:
-    """As ``newest``. IncompleteCheckpointError: every domain of it is among ``views`` and has nothing of it,
-    and its log does not say that it was deleted: to take an older one would pass over it without a word.
+    """Return the checkpoint that ``newest`` finds, after checking that it exists.
+
+    Raises:
+        IncompleteCheckpointError: Every domain of it is among ``views`` and has nothing of it, and
+            its log does not say that it was deleted. Taking an older one would silently skip it.
     """
     found = yield from newest(views, root, kind)
     while (last := latest(views, kind)) is not None:
@@ -212,20 +218,21 @@ def _newest_id(views: Views, kind: Kind) -> str | None:
 
 
 def names_beside(entries: Iterable[Entry], views: Views) -> list[str]:
-    """Return the directories directly in a run that may be checkpoints that no log knows; step_9 before
-    step_10.
+    """Return the directories of a run that may be checkpoints that no log knows.
+
+    step_9 comes before step_10.
     """
     known = {CONTROL, SHARED, *(seal.name for seal in list_live(views))}
     return sorted((e.name for e in entries if e.is_dir and e.name not in known), key=number_order)
 
 
 def look_beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
-    """What a directory is that no live save has the name of; None: no checkpoint, or the log's."""
-    yield Refresh(name)  # what was missing in it when this node looked before may be there by now
+    """Examine a directory with a name that no live save has. None: no checkpoint, or the log's."""
+    yield Refresh(name)  # a file that this node found missing earlier may exist now
     try:
         raw: bytes = yield Read(f"{name}/{MANIFEST}")
     except NotFoundError:
-        # Between the two renames of a projection `.metadata` is there and the manifest is not.
+        # Between the two renames of a projection `.metadata` exists and the manifest does not.
         if any(view.saves.knows_name(name) for view in views.values()):
             return None
         return (yield from _stock(name, root))
@@ -234,7 +241,7 @@ def look_beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
     except ManifestError as error:
         return Beside(name, None, why=error.message)
     if manifest.save_id == name or is_of_log(name, manifest, views):
-        return None  # the data directory of a step that is listed as a run; or the log tells
+        return None  # the data directory of a step that is listed as a run, or a save of the log
     missing = yield from missing_files(manifest, name)
     if not _enough(manifest, missing):
         why = f"{len(missing)} of {len(manifest.files)} files are missing or have another size"
@@ -262,26 +269,31 @@ def _stock(name: str, root: Uri) -> Program[Beside | None]:
 
 
 def _enough(manifest: Manifest, missing: tuple[str, ...]) -> bool:
-    """Whether nothing is missing, or only files on other nodes' disks: the files of one domain, and all that belong
-    to every domain, are here.
+    """Whether nothing is missing, or only files on other nodes' disks.
+
+    Then all files of at least one domain, and all files that belong to every domain, are here.
     """
     lacking = {f.domain for f in manifest.files if f.path in missing}
     whole = [d.id for d in manifest.domains if d.id not in lacking]
     return not lacking or (None not in lacking and bool(whole))
 
 
-_READ_BYTES = 1 << 20  # up to this a file is read: that costs as much as any other request
+_READ_BYTES = 1 << 20  # up to this size a file is read, which costs as much as any other request
 
 
 class Unlogged(ArgumentChoice, parameter="unlogged"):
-    """What to do about them."""
+    """What to do about unlogged checkpoints."""
 
     ERROR = "error"
     IGNORE = "ignore"
 
 
 def check_unlogged(views: Views, root: Uri, shape: Shape) -> Program[None]:
-    """AmbiguousCheckpointError where another program's checkpoints came after the newest commit."""
+    """Check that no other program saved a checkpoint after the newest commit.
+
+    Raises:
+        AmbiguousCheckpointError: There are such checkpoints.
+    """
     names = yield from newer_unlogged(views, shape)
     if names:
         raise unlogged_error(names, _newest(views), root)
@@ -290,8 +302,10 @@ def check_unlogged(views: Views, root: Uri, shape: Shape) -> Program[None]:
 def unlogged_error(
     names: tuple[str, ...], newest: Seal | None, root: Uri
 ) -> AmbiguousCheckpointError:
-    """What to say, and what can be done. newest: the commit that would be taken else, None where the log
-    has none for the step that was asked for.
+    """Return the error for checkpoints of another program, and what can be done.
+
+    newest: The commit that would be taken otherwise; None if the log has none for the requested
+    step.
     """
     over = [name for name in names if newest is not None and split_name(name)[0] == newest.name]
     if over:
@@ -377,7 +391,7 @@ def _came_later(name: str, views: Views, after_s: float) -> Program[bool]:
         return False
     try:
         if names_save((yield Read(f"{name}/{MANIFEST}"))) is not None:
-            return False  # a copy, which its manifest vouches for, or a save whose removal is under way
+            return False  # a copy with a valid manifest, or a save that is being removed
     except NotFoundError:
         pass
     try:
@@ -386,13 +400,15 @@ def _came_later(name: str, views: Views, after_s: float) -> Program[bool]:
         return False
     if any(is_known(name, data, view) for view in views.values()):
         return False
-    # Not whole: whoever writes it is not done, or died.
+    # If it is incomplete, its writer has not finished, or died.
     return not (yield from missing_data(name, data))
 
 
 def missing_data(name: str, metadata: bytes) -> Program[tuple[str, ...]]:
-    """Return the data files that a ``.metadata`` names and that do not exist; takes one listing for each directory.
-    The ``.metadata`` itself is missing if it is not a complete pickle, because it cannot be loaded.
+    """Return the data files that a ``.metadata`` names and that do not exist.
+
+    It takes one listing for each directory. If the ``.metadata`` is not a complete pickle, it is
+    itself missing, because it cannot be loaded.
     """
     folders: dict[str, list[str]] = {}
     missing = []
@@ -423,11 +439,10 @@ def is_overwritten(
     shape: Shape,
     known: tuple[Stat | None, Stat | None] | None = None,
 ) -> Program[bool]:
-    """Whether another ``.metadata`` has replaced the one that the projection put there, of this save or of one of its
-    parts.
+    """Whether another ``.metadata`` has replaced a projected one of this save or of its parts.
 
-    known: the stats of the ``.metadata`` next to the data and of the projected one, for a save without parts, if
-    the caller has them.
+    known: The stats of the ``.metadata`` next to the data and of the projected one, for a save
+    without parts, if the caller has them.
     """
     if seal.artifact is not Kind.CHECKPOINT:
         return False
@@ -451,8 +466,10 @@ def is_overwritten(
 def unlogged_at(
     views: Views, seals: Sequence[Seal], is_meant: Callable[[str], bool], shape: Shape
 ) -> Program[tuple[str, ...]]:
-    """Of one step: the names of its saves that another program saved over; where the log has none, of the
-    whole checkpoints of another program that ``is_meant`` takes for it.
+    """Return the names of checkpoints that another program saved for one step.
+
+    These are the names of the step's saves that another program saved over. If the log has none,
+    they are the complete checkpoints of another program for which ``is_meant`` returns True.
     """
     found: tuple[str, ...] = ()
     for seal in seals:
@@ -474,8 +491,14 @@ def unlogged_at(
 def _is_overwritten(
     keys: AttemptKeys, mine: Stat, shown: Stat | None, views: Views, data: bytes | None
 ) -> Program[bool]:
-    """mine: the stat of the ``.metadata`` next to the data. What was projected from it has the same size. data: the
-    content of the projected one, if it was read with them.
+    """Whether another ``.metadata`` is shown in the place of a save's projected one.
+
+    Args:
+        keys: The keys of the save.
+        mine: The stat of the ``.metadata`` next to the data. The projected one has the same size.
+        shown: The stat of the one in the projected place, or None.
+        views: The folded logs.
+        data: The content of the one in the projected place, if it was read with them.
     """
     if shown is None or (
         shown.size_bytes == mine.size_bytes and (yield from _is_ours(keys, shown, mine))
@@ -486,16 +509,19 @@ def _is_overwritten(
             data = yield Read(f"{keys.name}/{METADATA}")
         except NotFoundError:
             return False
-    # Of a part other domains' logs may not know the id.
+    # The logs of other domains may not know the id of a part.
     if keys.save_id.encode() in data or any(is_known(keys.name, data, v) for v in views.values()):
         return False
-    # It was told to replace that one, and its writer died before it did: the next owner does.
+    # The save was to replace that one, and its writer died before it did: the next owner does it.
     return not (yield from was_to_replace(keys.name, keys.save_id, data))
 
 
 def _is_ours(keys: AttemptKeys, shown: Stat, mine: Stat) -> Program[bool]:
-    """Without a read: the store says that the bytes are the same; or it is large, and was written before
-    the manifest, which a projection puts there after it, where another program would have come later.
+    """Whether a shown ``.metadata`` is ours, as far as this is known without reading it.
+
+    It is if the store says that the bytes are the same. It also is if it is large and was written
+    before the manifest: a projection writes the manifest after it, and another program would have
+    come later.
     """
     if shown.etag is not None and shown.etag == mine.etag:
         return True
@@ -529,15 +555,21 @@ def _small(key: str) -> Program[bytes | None]:
 
 
 def data_paths(metadata: bytes) -> Iterator[str]:
-    """The data files that a ``.metadata`` names. Nothing is unpickled: its texts are looked at in order,
-    and the one after ``relative_path`` is a path. What is no pickle names none.
+    """Yield the data files that a ``.metadata`` names.
+
+    Nothing is unpickled: its texts are read in order, and the one after ``relative_path`` is a
+    path. Data that is no pickle names none.
     """
     with contextlib.suppress(ValueError, EOFError):
         yield from _named_paths(metadata)
 
 
 def _named_paths(metadata: bytes) -> Iterator[str]:
-    """As ``data_paths``. ValueError: it is no pickle, or not all of one."""
+    """Yield as ``data_paths``.
+
+    Raises:
+        ValueError: It is no pickle, or an incomplete one.
+    """
     memo: dict[int, object] = {}
     last: object = None
     before: object = None

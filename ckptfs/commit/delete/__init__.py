@@ -6,12 +6,12 @@
                          v
                        shared_data      which files another save still uses
 
-Ways in:
+Entry points:
 
-    deletion_steps      the programs of one domain: retention, recovery, what was removed by hand
+    deletion_steps      the programs of one domain: retention, recovery, saves that were removed by hand
     delete_checkpoint   one checkpoint by its name, for callers without a run
     shared_data         how a save takes files over, and where they are
 
-``erase`` and ``trash`` are inside: nothing is unlinked before its entry is in the log.
-What may be deleted is decided in ``commit.decisions``.
+``erase`` and ``trash`` are internal: nothing is unlinked before its entry is in the log.
+``commit.decisions`` decides what may be deleted.
 """

@@ -39,8 +39,10 @@ Remover = Callable[[Seal, Means, Generation, LogState], Program[Removed]]
 
 
 def holds(checkpoint: Uri, storage_options: Mapping[str, Any], save_id: str | None = None) -> bool:
-    """Local, read-only. Whether the log of the run has this checkpoint and its bytes are here; with ``save_id``,
-    that very save of it. Files that an older save left in its directory are not the checkpoint.
+    """Whether the log of the run has this checkpoint, and its bytes are here. Local, read-only.
+
+    With ``save_id``, only that save of it counts. Files that an older save left in its directory
+    are not the checkpoint.
     """
     with looking_at(checkpoint.parent, storage_options) as look:
         found = [seal for view in look.views.values() for seal in with_bytes(checkpoint.name, view)]
@@ -48,13 +50,23 @@ def holds(checkpoint: Uri, storage_options: Mapping[str, Any], save_id: str | No
 
 
 def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover.AUTO) -> bool:
-    """Local. Delete the checkpoint ``name`` of the run that ``storage`` is rooted at; its bytes are
-    gone when it returns. False: the log knows none, nothing was done.
+    """Delete the checkpoint ``name`` of the run that ``storage`` is rooted at. Local.
 
-    Files of others in its directory stay. takeover: from whom a held run may be claimed. StateError: it
-    is pinned, or others refer to its files. StorageError: it is deleted, its bytes are still there.
-    RunBusyError: a living owner holds the run. After a crash it is deleted or not; the next call or
-    owner removes the rest of its bytes.
+    Its bytes are gone when this returns. Files in its directory that are not ours stay. After a
+    crash it is deleted or not; the next call or owner removes the rest of its bytes.
+
+    Args:
+        storage: The storage of the run.
+        name: The name of the checkpoint.
+        takeover: From which owners a held run may be claimed.
+
+    Returns:
+        False if the log has no such checkpoint; then nothing was done.
+
+    Raises:
+        StateError: It is pinned, or others refer to its files.
+        StorageError: It is deleted, but its bytes are still there.
+        RunBusyError: A living owner holds the run.
     """
     seat = sit_down(SoloControl(), storage, Place(), write=True)
     state = drive(catch_up(), seat.storage)
@@ -78,13 +90,13 @@ def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover
 def remove_unheld(
     seal: Seal, means: Means, holder: Generation, state: LogState
 ) -> Program[Removed]:
-    """``remove_save`` in a run without an owner; holder is the current generation.
+    """Remove a save as ``remove_save`` does, in a run without an owner.
 
-    Its trash is made before the entry: a fence that comes after that takes the directory away, and
-    one that comes before refuses the entry.
+    holder is the current generation. The remover's trash is made before the entry is appended: a
+    later fence removes that directory, and an earlier one refuses the entry.
     """
     if state.save(seal.save_id).deleted:
-        return Erasure.LATER, state  # by another one, whose bytes they are to move
+        return Erasure.LATER, state  # another process entered the delete, and moves the bytes
     if means.caps.shape is Shape.OBJECT:
         return (yield from remove_save(seal, means, holder, state))
     trash = own_trash(holder, next(means.ids))
@@ -97,10 +109,11 @@ def remove_unheld(
 def remove_save(
     seal: Seal, means: Means, holder: Generation, state: LogState, trash: str | None = None
 ) -> Program[Removed]:
-    """Enter the delete of a save unless that was done, and remove its bytes. A Refusal: FENCED, or
-    NOTHING where it may not go; nothing was done then.
+    """Enter the delete of a save unless that was done, and remove its bytes.
 
-    trash: of a remover that holds nothing; else the holder's.
+    Returns a Refusal if nothing was done: FENCED, or NOTHING if the save may not be deleted.
+
+    trash: The remover's own directory if it does not hold the run; None: the holder's.
     """
     known = state if means.caps.exclusive_create else None
     if not state.save(seal.save_id).deleted:
@@ -111,9 +124,9 @@ def remove_save(
         if isinstance(done, Refused):
             if not state.save(seal.save_id).deleted:
                 return done.reason, state
-            return Erasure.LATER, state  # another was first: its bytes are that one's to move
+            return Erasure.LATER, state  # another process was first, and moves the bytes
         known = state if means.caps.exclusive_create else None
-    again = trash is None  # what an earlier try left lies in the holder's trash; ours is new
+    again = trash is None  # the holder's trash has what an earlier try left; ours is new
     return (yield from erase_retired(seal.save_id, means, holder, known, again=again, trash=trash))
 
 

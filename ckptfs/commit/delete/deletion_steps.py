@@ -1,4 +1,4 @@
-"""The one executor of deletes: first the entry, then the bytes; always by rename, never by name.
+"""The only executor of deletes: first the entry, then the bytes; always by rename, never by name.
 
 A recursive delete of ``attempts/<id>`` through a stale NFS client emptied the committed step, 20 times of 20;
 renaming it first gave "not found". So a save is deleted in four steps:
@@ -13,7 +13,7 @@ renaming it first gave "not found". So a save is deleted in four steps:
 ours, stay: the save stays "deleted", and the person who put them there has to remove them. Between 1 and 4 no other
 process projects to the name, so a check is still true at the rename.
 
-Whether something may be deleted is decided in ``commit.decisions`` and nowhere here. Who deletes by which program:
+``commit.decisions`` decides whether something may be deleted. The programs and their callers:
 
     enter_delete   finish_delete    step 1; steps 2 to 4                  the two halves of every delete
     delete_save                     both: clearing, recovery              replaced, overwritten or half deleted saves
@@ -25,12 +25,12 @@ Whether something may be deleted is decided in ``commit.decisions`` and nowhere 
 Between ``retire`` and ``erase_retired`` the save is complete where it was, so a reader that found it before the entry
 can continue. If the process dies in between, the next owner of the run does the rest.
 
-For a save that somebody removed by hand, the logs only record that it is gone:
+For a save that was removed by hand, the logs only record that it is gone:
 
     lies_nowhere     whether nothing of a save is left in this domain           (read-only)
     record_removal   the entries that say so                                    (the run's holder)
     find_removed     the saves of a name that were removed in all their domains (collective, read-only)
-    record_removed   the same two entries in every log that lists them          (collective, the run's holder)
+    record_removed   the same entries in every log that lists these saves       (collective, the run's holder)
 
 A save keeps its name if anything of it is left, or if a domain that cannot be reached may still have it.
 """
@@ -122,7 +122,7 @@ def delete_save(
 ) -> Program[Appended | Refused[Refusal]]:
     """Delete one committed save in this domain: the entry, its bytes, the entry that they are gone.
 
-    views: what is known of all domains. still: as for ``enter_delete``.
+    views: The folded logs of all reached domains. still: As for ``enter_delete``.
     """
     state = views[means.domain]
     outcome = yield from enter_delete(
@@ -144,10 +144,10 @@ def enter_delete(
     reason: str,
     still: Callable[[LogState], bool] = lambda _: True,
 ) -> Program[Appended | Refused[Refusal]]:
-    """The entry alone: from here the save is deleted, and its bytes may go at any time.
+    """Append only the delete. Then the save is deleted, and its bytes may be removed at any time.
 
-    still: asked of this domain's log at every try of the append; what was to be deleted may be
-    pinned, or the newest again, by then.
+    still: Called with this domain's log at every try of the append. By then the save may be pinned,
+    or may be the newest again.
     """
 
     def decide(seen: LogState) -> Delete | Refused[Refusal]:
@@ -169,7 +169,8 @@ def finish_delete(
 ) -> Program[Appended | Refused[Refusal]]:
     """Remove the bytes of a save with a delete in this domain's log, and record this there.
 
-    trash: of a remover that holds nothing; otherwise the holder's. found: as for ``erase``.
+    trash: The remover's own directory if it does not hold the run; None: the holder's.
+    found: As for ``erase``.
     """
     state, where = views[means.domain], trash or trash_of(holder)
     if not (yield from erase(seal, views, means.domain, where, means.caps, found=found)):
@@ -188,7 +189,7 @@ def discard_attempt(
 ) -> Program[None]:
     """Remove the bytes of an attempt that has an effective abort.
 
-    It was never committed, hence never projected. name is "" where its record was lost.
+    It was never committed, and therefore never projected. name is "" if its record was lost.
     """
     keys = AttemptKeys(caps.shape, name, save_id)
     trash = trash_of(holder)
@@ -200,7 +201,7 @@ def discard_attempt(
         try:
             yield from move_to_trash(keys.projected_data, f"{trash}/{save_id}.data")
         except (UnsupportedError, SymlinkError) as error:
-            # Another disk or a link stands there; what was never committed was never moved to it.
+            # Another disk or a link is there; what was never committed was never moved to it.
             logger.warning(LEFT, name, error)
 
 
@@ -210,7 +211,7 @@ def discard_late(key: str, holder: Generation, caps: Capabilities) -> Program[No
     The last component of the key is the id of that save.
     """
     if caps.shape is Shape.OBJECT:
-        yield RemoveTree(key)  # nobody else's: the key has the id of a dead save in it
+        yield RemoveTree(key)  # no other save uses it: the key contains the id of a dead save
     else:
         yield from move_to_trash(key, f"{trash_of(holder)}/{key.rpartition('/')[2]}.late")
 
@@ -225,7 +226,10 @@ def discard_own_attempt(save_id: str, name: str, caps: Capabilities) -> Program[
 
 
 def _wipe_attempt(keys: AttemptKeys) -> Program[None]:
-    """Object stores: remove everything of a save that was never committed, so no other save shares it."""
+    """Remove everything of a save that was never committed, on an object store.
+
+    No other save shares its files.
+    """
     yield RemoveTree(shared_key(keys.save_id))
     yield from wipe_objects(keys, projected=False)
 
@@ -249,10 +253,10 @@ def wipe_leftovers(
 
 
 def remove_empty_attempt(save_id: str) -> Program[None]:
-    """Remove the directories of an attempt that died before its record was whole.
+    """Remove the directories of an attempt that died before its record was complete.
 
-    One that has a file may be another's and alive, who is writing data. A living one without: it sees
-    that its directory is gone, and makes it again (``saving.begin``).
+    An attempt that has a file may belong to a living process that is writing data. A living process
+    without a file sees that its directory is gone, and makes it again (``owner_steps.begin``).
     """
     data = f"{ATTEMPTS}/{save_id}/{save_id}"
     try:
@@ -262,7 +266,7 @@ def remove_empty_attempt(save_id: str) -> Program[None]:
     if not all(entry.name.startswith(PARTIAL_PREFIX) for entry in entries):
         return
     for entry in entries:
-        # Half of a record. The name is unique to its writer: nobody else's file can be meant.
+        # Half of a record. The name is unique to its writer, so this is no other process's file.
         yield Remove(f"{data}/{entry.name}")
     for key in (data, f"{ATTEMPTS}/{save_id}"):
         try:
@@ -272,11 +276,11 @@ def remove_empty_attempt(save_id: str) -> Program[None]:
 
 
 class Erasure(Enum):
-    """What became of a deleted save's bytes."""
+    """The result of removing a deleted save's bytes."""
 
     GONE = "gone"
     LATER = "later"  # a successor of its name is in doubt, or our trash was taken away
-    FENCED = "fenced"  # a newer owner's business now
+    FENCED = "fenced"  # a newer owner has to do it now
 
 
 def retire(
@@ -288,15 +292,17 @@ def retire(
     reason: str,
     going: Collection[str],
 ) -> Program[Appended | Refused[Refusal]]:
-    """Append the delete of a save that nothing keeps; its bytes stay. going: the save_ids that are deleted together; none:
-    another domain deleted it already.
+    """Append the delete of a save that nothing keeps. Its bytes stay.
 
-    Refused: FENCED by a newer owner; NOTHING: it is deleted already, or may not be deleted any more. If another
-    domain deleted it, it is deleted, and nothing keeps it here.
+    going: The save_ids that are deleted together. Empty: another domain deleted the save already,
+    and nothing keeps it here.
+
+    Returns Refused if a newer owner has the run (FENCED), or if the save is deleted already or may
+    not be deleted any more (NOTHING).
     """
 
     def still(seen: LogState) -> bool:
-        # What was decided over older folds of all domains may not hold for this log any more.
+        # What was decided by older folds of all domains may not be true for this log any more.
         here = {means.domain: seen}
         return not going or why_kept(seal.save_id, here, AT_ENTRY, going) is None
 
@@ -316,10 +322,10 @@ def erase_retired(
     again: bool = False,
     trash: str | None = None,
 ) -> Program[tuple[Erasure, LogState]]:
-    """Remove the bytes of a deleted save and say so in the log; harmless when repeated.
+    """Remove the bytes of a deleted save and record this in the log. Harmless when repeated.
 
-    again: an earlier try of this generation failed, so that some may be in its trash already. trash: of
-    a remover that holds nothing; else the holder's.
+    again: An earlier try of this generation failed, so some bytes may be in its trash already.
+    trash: The remover's own directory if it does not hold the run; None: the holder's.
     """
     seen, found = yield from _look_again(save_id, means, state)
     save = seen.save(save_id)
@@ -328,7 +334,7 @@ def erase_retired(
     if save.seal is None or not save.deleted or save.gone:
         return Erasure.GONE, seen
     if again and means.caps.shape is Shape.FILESYSTEM:
-        # What was renamed is not found at its place any more: the next rename would take it for gone.
+        # A renamed file is not found at its place any more: the next try would take it for removed.
         yield from _empty_trash(save_id, trash_of(holder))
     views = {means.domain: seen}
     done = yield from finish_delete(save.seal, views, means, holder, trash=trash, found=found)
@@ -344,11 +350,14 @@ def erase_retired(
 def _look_again(
     save_id: str, means: Means, known: LogState | None
 ) -> Program[tuple[LogState, dict[str, ProjectedFiles]]]:
-    """The log, and on an object store in the same round trip what is under the names of the save."""
+    """Return the log, and on an object store what is under the names of the save.
+
+    Both are read in one round trip.
+    """
     seal = known.save(save_id).seal if known is not None else None
     names: list[Seal] = []
     if means.caps.shape is Shape.OBJECT and known is not None and seal is not None:
-        # A successor keeps the names for itself: then nobody needs to know.
+        # If a successor has the names, they are not needed here.
         names = [] if successor_here(known, seal) else list(pieces(seal, means.domain))
     looks = (look_at_names(piece.name) for piece in names)
     seen, *found = yield from side_by_side(catch_up_again(known), *looks)
@@ -384,7 +393,7 @@ REMOVED_BY_HAND = "removed by hand"  # the reason in the entry
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A committed save that somebody removed by hand, and whether it is pinned."""
+    """A committed save that was removed by hand, and whether it is pinned."""
 
     seal: Seal
     pinned: bool
@@ -394,13 +403,13 @@ class Removal:
 
 
 def lies_nowhere(whole: Seal, domain: str, shape: Shape) -> Program[bool]:
-    """Whether nothing of a committed save is left in this domain, because somebody removed it by hand.
+    """Whether nothing of a committed save is left in this domain: it was removed by hand.
 
-    Reads only. If this is unknown, something is left: a link in the place of its directory, files under the plain
-    names of a directory artifact, data that it shares with other saves.
+    Reads only. In cases of doubt something is left: a link in the place of its directory, files
+    under the plain names of a directory checkpoint, data that it shares with other saves.
     """
     for piece in pieces(whole, domain):
-        # In the direction of movement, each directory opened anew: a client may have cached its absence.
+        # In the direction of movement, and each directory is opened again: its absence may be cached.
         for home in AttemptKeys(shape, piece.name, piece.save_id).homes():
             parent = home.rpartition("/")[0]
             for directory in (parent.rpartition("/")[0], parent):
@@ -449,7 +458,7 @@ def record_removal(
 ) -> Program[LogState | Refused[Refusal]]:
     """Record that a save was removed by hand and that its bytes are gone here. Only for the holder.
 
-    If something of it is here after all, nothing is recorded. Removes nothing.
+    If something of it exists after all, nothing is recorded. Removes nothing.
     """
     if not (yield from lies_nowhere(seal, means.domain, means.caps.shape)):
         return Refused(Refusal.NOTHING, state)
@@ -466,8 +475,10 @@ def record_removal(
 
 
 def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
-    """Collective, read-only. Find the committed saves of a name that have nothing left in any of their domains, all of
-    them reached. None while another save keeps the name from a save of this kind.
+    """Find the committed saves of a name that have nothing left. Collective, read-only.
+
+    All their domains must be reached, and none may have anything of them. Returns nothing while
+    another save keeps the name from a save of this kind.
     """
 
     def look(ids: Collection[str]) -> tuple[View, frozenset[str]] | None:
@@ -507,7 +518,8 @@ def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
         taken = name_taken(name, views)
         keeps = {seal.save_id for seal in mine} - ids
         if artifact is not Kind.DIRECTORY:
-            # Older saves of the name may keep their data: nothing of the next one meets theirs.
+            # Older saves of the name may keep their data: the data of the next one has its own
+            # directory.
             keeps &= {taken.save_id} if taken is not None else set()
         return () if taken is None or taken.save_id not in ids or keeps else removed
 
@@ -521,11 +533,13 @@ def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
 
 
 def record_removed(seat: Seat, name: str, artifact: Kind, holder: Generation) -> bool:
-    """Collective, by the run's holder. Enter in every log what ``find_removed`` finds, and warn of it;
-    whether the name is free when this returns.
+    """Record in every log what ``find_removed`` finds, and warn of it. Collective, by the holder.
 
-    After a crash in it each removal is recorded in all logs, in some, which the next owner completes, or in
-    none.
+    After a crash, each removal is recorded in all logs, in some (the next owner records it in the
+    others), or in none.
+
+    Returns:
+        Whether the name is free.
     """
     removed = find_removed(seat, name, artifact)
     done = seat.control.step("record removals", lambda: _record_here(seat, removed, holder), all)

@@ -76,25 +76,34 @@ def erase(
     *,
     found: Mapping[str, ProjectedFiles] | None = None,
 ) -> Program[bool]:
-    """Remove the bytes and return whether they are gone. They are not while a successor in doubt leaves ``.metadata`` to
-    this save, or if something else is in the place of its directory.
+    """Remove the bytes of a save and return whether they are gone.
 
-    trash: the caller's own directory, made before the delete was entered and never again. found: on an object store,
-    what was just read under the names of the save and of its parts, by save_id; what is not in it is read.
+    They are not while a successor in doubt leaves ``.metadata`` to this save, or if something else
+    is in the place of its directory.
+
+    Args:
+        whole: The save.
+        views: The folded logs.
+        domain: This domain.
+        trash: The caller's own directory, made before the delete was entered and never again.
+        caps: The capabilities of the storage.
+        found: On an object store, what was just read under the names of the save and of its parts,
+            by save_id. What is not in it is read.
     """
     mine = pieces(whole, domain)
     if caps.shape is Shape.FILESYSTEM:
-        # Its projection sources first, or somebody who stalls over them projects a deleted save.
+        # Its projection sources first: otherwise a process that stalls over them projects a deleted save.
         for seal in mine:
             keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
             yield from move_to_trash(keys.attempt, f"{trash}/{seal.save_id}.attempt")
-        # Also where none was there: its projection took the name away, and a power cut may bring it back.
+        # Also if there was none: its projection moved the name away, and a power cut may bring it
+        # back.
         yield from _sync_if_there(ATTEMPTS)
     successor = successor_here(views[domain], whole)
     if successor is not None:
         if standing(successor.save_id, views) is not Standing.COMMITTED:
             return False
-        # From here `.metadata` is the successor's: ours to leave alone.
+        # From here `.metadata` belongs to the successor, and is left alone.
         try:
             yield from project(successor, views, domain, caps)
         except SymlinkError as error:
@@ -119,16 +128,16 @@ def erase(
     if not whole_gone:
         return False
     if successor is not None and successor.parts and not whole.parts:
-        # Each part of the successor has a `.metadata` of its own: this one is nobody else's.
+        # Each part of the successor has a `.metadata` of its own: no other save uses this one.
         yield from _drop_metadata(whole, trash, caps)
     return True
 
 
 def wipe_objects(keys: AttemptKeys, *, projected: bool) -> Program[None]:
-    """Object stores: remove everything of a save that is in no log or gone from it. The files in its manifest are removed
-    without a listing.
+    """Remove everything of a save that is in no log or gone from it, on an object store.
 
-    projected: no other save has its name, so the plain names are its own.
+    The files in its manifest are removed without a listing. projected: No other save has its name,
+    so the plain names are its own.
     """
     listed = (yield from listed_files(keys)) if keys.name else []
     if projected:
@@ -137,22 +146,22 @@ def wipe_objects(keys: AttemptKeys, *, projected: bool) -> Program[None]:
     here = _own_files(keys, listed, projected=projected)
     if here:
         yield RemoveMany(here)
-        # The manifest after all that it lists: by it whoever goes on after a crash finds them.
+        # The manifest after the files that it lists: after a crash, the next process finds them by it.
         yield Remove(f"{keys.projected_data}/{MANIFEST}")
     elif keys.name:
         yield RemoveTree(keys.projected_data)
-    yield from drop_record(keys)  # last: by it the next holder finds the rest
+    yield from drop_record(keys)  # last: the next holder finds the rest by it
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectedFiles:
-    """What is under the two plain names of a step on an object store; None: nothing."""
+    """The content of the two plain names of a step on an object store, or None."""
 
     metadata: bytes | None
     manifest: bytes | None
 
     def of_save(self, keys: AttemptKeys) -> list[str]:
-        """The keys of those that name this save."""
+        """Return the keys of the files that name this save."""
         both = ((METADATA, self.metadata), (MANIFEST, self.manifest))
         return [
             key
@@ -162,7 +171,7 @@ class ProjectedFiles:
 
 
 def look_at_names(name: str) -> Program[ProjectedFiles]:
-    """Read both at the same time."""
+    """Read both files at the same time."""
     answers = yield AtOnce(tuple(Read(f"{name}/{piece}") for piece in (METADATA, MANIFEST)))
     for answer in answers:
         if isinstance(answer, StorageError) and not isinstance(answer, NotFoundError):
@@ -173,17 +182,21 @@ def look_at_names(name: str) -> Program[ProjectedFiles]:
 def _erase_objects(
     keys: AttemptKeys, seal: Seal, state: LogState, *, alone: bool, found: ProjectedFiles | None
 ) -> Program[bool]:
-    """Object stores: remove one piece of a committed save. False, and nothing is removed: whether another save needs
-    its shared files is unknown.
+    """Remove one piece of a committed save, on an object store.
 
-    state: a log that has its delete. alone: no successor has its name, so the plain names are its own.
+    It returns False and removes nothing if it is unknown whether another save needs its shared
+    files.
+
+    state: A log that has its delete. alone: No successor has its name, so the plain names are its
+    own.
     """
     names: list[str] = []
     manifest: bytes | None = None
     if alone:
         found = found or (yield from look_at_names(keys.name))
         names = found.of_save(keys)
-        # The copy under the plain name spares a read, but one that somebody shortened would hide files.
+        # Reading the copy under the plain name saves a request, but a copy that was shortened would
+        # hide files.
         if found.manifest is not None and digest_of(found.manifest) == seal.digest:
             manifest = found.manifest
     listed = _listed_in(manifest, keys) or (yield from listed_files(keys))
@@ -202,13 +215,16 @@ def _erase_objects(
     if not inside or any(f.is_shared for f in listed):
         yield RemoveMany((*here, *shared))
         here = ()
-    # What is elsewhere only the manifest tells: it goes after that. Without a manifest the data directory is listed.
+    # Only the manifest lists files in other places, so it is removed after them. Without it the data directory is listed.
     yield from _remove_with_record((*here, f"{keys.projected_data}/{MANIFEST}"), keys)
     return True
 
 
 def _remove_with_record(files: tuple[str, ...], keys: AttemptKeys) -> Program[None]:
-    """The record is not needed to find a committed save: the log has its delete."""
+    """Remove files and the attempt's record, if permitted.
+
+    The record is not needed to find a committed save, because the log has its delete.
+    """
     try:
         yield RemoveMany((*files, keys.record))
     except AccessError:
@@ -236,12 +252,15 @@ def is_link(name: str) -> Program[bool]:
     except AlreadyExistsError as error:
         return error.errno == errno.ENOTDIR
     except (TransientError, AccessError):
-        return False  # a mount point is busy, another's directory stays: the renames tell
+        return False  # a mount point, or another program's directory: the renames show it
     return False
 
 
 def listed_files(keys: AttemptKeys) -> Program[list[FileRecord]]:
-    """What a save's own manifest lists, each path once; empty where it was never written or is gone."""
+    """Return what a save's own manifest lists, each path once.
+
+    Empty if the manifest was never written or is gone.
+    """
     try:
         raw: bytes = yield Read(f"{keys.projected_data}/{MANIFEST}")
     except NotFoundError:
@@ -260,7 +279,10 @@ def _listed_in(manifest: bytes | None, keys: AttemptKeys) -> list[FileRecord]:
 
 
 def _erase_real(keys: AttemptKeys, seal: Seal, trash: str, *, alone: bool) -> Program[bool]:
-    """Never stops a claim for what somebody moved away and linked, or mounted, in its place."""
+    """Remove a piece, unless something else was linked or mounted in its place.
+
+    Such a link or mount must not stop a claim of the run, so it is only logged.
+    """
     if seal.name.count("/") and (yield from is_link(seal.name)):
         logger.warning(LEFT, seal.name, "a link, or no directory")
         return False
@@ -272,22 +294,26 @@ def _erase_real(keys: AttemptKeys, seal: Seal, trash: str, *, alone: bool) -> Pr
 
 
 def _erase_files(keys: AttemptKeys, seal: Seal, trash: str, *, alone: bool) -> Program[bool]:
-    """Filesystems: what was projected of one piece. alone: no successor has its name."""
+    """Remove the projected files of one piece, on a filesystem.
+
+    alone: No successor has its name.
+    """
     if alone:
         yield from _unproject(keys, seal, trash)
     yield from move_to_trash(keys.projected_data, f"{trash}/{seal.save_id}.data")
-    # Nobody looks again once the log says "gone": no power cut may bring the names back.
+    # After the "gone" entry no process looks here again: no power cut may bring the names back.
     yield from _sync_if_there(keys.name)
     try:
         yield StatOf(trash)
     except NotFoundError:
-        # Every rename above may have failed for want of a target: the next holder looks again.
+        # Every rename above may have failed because its target directory was gone: the next holder
+        # looks again.
         return False
     if alone:
         try:
             yield RemoveDir(keys.name)
         except AlreadyExistsError:
-            return True  # somebody else's files: theirs to remove
+            return True  # the files of another program, which has to remove them
         yield from _sync_if_there(keys.name.rpartition("/")[0])
     return True
 
@@ -301,10 +327,10 @@ def _drop_metadata(seal: Seal, trash: str, caps: Capabilities) -> Program[None]:
 
 
 def _unproject(keys: AttemptKeys, seal: Seal, trash: str) -> Program[None]:
-    """Take `.metadata` first: stock readers see the whole save or nothing."""
+    """Remove the projected files, `.metadata` first: readers see all of the save or nothing."""
     for piece in (METADATA, MANIFEST):
         yield from take_projected(f"{keys.name}/{piece}", keys.save_id, trash)
-    # Or after a power cut `.metadata` is back and its data is not.
+    # Otherwise, after a power cut, `.metadata` could exist without its data.
     yield from _sync_if_there(keys.name)
     if seal.artifact is Kind.DIRECTORY:
         for top in (yield from _plain_names(keys)):

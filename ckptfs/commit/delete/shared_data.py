@@ -68,7 +68,7 @@ def link_file(homes: Sequence[str], path: str, target: str) -> Program[bool]:
         except NotFoundError:
             continue  # it is being projected: look where it moves to; or it is deleted
         except AlreadyExistsError:
-            # The name has our save_id in it: it is our own link, whose answer came twice.
+            # The name contains our save_id: it is our own link, from a call that was repeated.
             return True
         return True
     return False
@@ -97,7 +97,7 @@ def not_needed(
     read: dict[str, frozenset[str] | None] = {}
     for origin in dict.fromkeys(shared.values()):
         wanted = {path for path, writer in shared.items() if writer == origin}
-        # The newest first: it is the likeliest to need what lasted so long.
+        # The newest first: it is the most likely to need such old files.
         for save in reversed([*state.saves.living.values()]):
             if wanted <= needed:
                 break
@@ -145,7 +145,8 @@ def _shared_paths(save: SaveState, shape: Shape) -> Program[frozenset[str] | Non
         raw: bytes = yield Read(f"{keys.projected_data}/{MANIFEST}")
         files = decode_manifest(raw, keys.projected_data).files
     except NotFoundError:
-        # A manifest goes after all that it lists: a delete that died there needs nothing more.
+        # A manifest is removed after all files that it lists: a delete that died there needs
+        # nothing more.
         return frozenset() if save.deleted else None
     except ManifestError:
         return None

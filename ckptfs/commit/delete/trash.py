@@ -73,7 +73,7 @@ def names_it(key: str, save_id: str) -> Program[bool]:
 
 
 def take_projected(key: str, save_id: str, trash: str) -> Program[None]:
-    """Take a projected file away if it names this save; what is another's stays, or goes back."""
+    """Remove a projected file if it names this save. Another save's file stays, or is put back."""
     moved = f"{trash}/{save_id}.{key.rpartition('/')[2]}"
     # An earlier try of ours may have failed between its rename and its look.
     yield from put_back(moved, key, save_id)
@@ -87,14 +87,14 @@ def take_projected(key: str, save_id: str, trash: str) -> Program[None]:
 
 
 def put_back(moved: str, key: str, save_id: str) -> Program[None]:
-    """Unlink a file in the trash if it is this save's; otherwise give it its name back."""
+    """Unlink a file in the trash if it belongs to this save; otherwise give it its name back."""
     try:
         data: bytes = yield Read(moved)
     except NotFoundError:
         return
     if not belongs_to(key, data, save_id):
         yield from _link_back(moved, key, data)
-        # While it lay in the trash its own remover did not find it under its name.
+        # While the file was in the trash, its own remover did not find it under its name.
         state = yield from catch_up()
         for other in _named(key, data, state):
             if state.save(other).deleted:
@@ -134,7 +134,7 @@ def _link_back(moved: str, key: str, data: bytes) -> Program[None]:
             yield Link(moved, key)
             break
         except AlreadyExistsError:
-            return  # what came later stands there: that is as good
+            return  # a later file is there, which is as good
         except UnsupportedError:
             # Linux forbids links to the files of other users. A copy does not replace anything either.
             try:
@@ -147,7 +147,7 @@ def _link_back(moved: str, key: str, data: bytes) -> Program[None]:
                 yield StatOf(moved)
             except NotFoundError:
                 return  # a newer owner took our trash away, and puts it back
-        # Somebody removed the step directory, which was empty without this file.
+        # The step directory was empty without this file, and was removed.
         yield MakeDir(parent)
         yield Pause(attempt, f"putting {key} back")
         attempt += 1
@@ -155,7 +155,7 @@ def _link_back(moved: str, key: str, data: bytes) -> Program[None]:
 
 
 def belongs_to(key: str, data: bytes, save_id: str) -> bool:
-    """Whether what was read under a projected name is this save's."""
+    """Whether the content of a projected file belongs to this save."""
     if key.endswith(MANIFEST):
         return names_save(data) == save_id
     return save_id.encode() in data  # its data paths carry the id
@@ -179,16 +179,18 @@ def trash_of(generation: Generation) -> str:
 
 
 def own_trash(generation: Generation, remover: str) -> str:
-    """The trash directory of one remover that holds nothing, under the current generation.
+    """The trash directory of one remover that does not hold the run, under the current generation.
 
-    To an owner it is one of an older generation than its own (``take_trash`` reads the name).
+    An owner treats it as one of an older generation than its own (``take_trash`` reads the name).
     """
     return f"{trash_of(generation)}.{remover}"
 
 
 def drop_trash(own: str) -> Program[None]:
-    """Remove the directory of one remover. What stays of it is the next owner's, and no reason to
-    raise: the save is deleted, or it is said elsewhere why it is not.
+    """Remove the directory of one remover.
+
+    If it cannot be removed, the next owner does it. No error is raised, because the save is
+    deleted, or an earlier error says why it is not.
     """
     try:
         yield RemoveDir(own)
@@ -197,10 +199,10 @@ def drop_trash(own: str) -> Program[None]:
 
 
 def take_trash(generation: Generation, caps: Capabilities, state: LogState) -> Program[None]:
-    """Make this generation's trash and remove the older ones, so that stalled deleters cannot use them. Files that do not
-    belong to the deleted saves are put back first.
+    """Make this generation's trash and remove the older ones.
 
-    Newer ones stay: without its trash their holder could delete nothing.
+    Stalled deleters cannot use these any more. Files that do not belong to the deleted saves are
+    put back first. Newer ones stay: without its trash their holder could delete nothing.
     """
     if caps.shape is Shape.OBJECT:
         return
@@ -210,14 +212,17 @@ def take_trash(generation: Generation, caps: Capabilities, state: LogState) -> P
     for entry in entries:
         number, _, nonce = entry.name.partition("-")
         if not number.isdecimal():
-            # An own attempt that somebody gave up, and perhaps still writes to.
+            # An attempt that its own process gave up, and perhaps still writes to.
             yield from _remove_if_it_can(f"{TRASH}/{entry.name}")
         elif Generation(int(number), nonce) < generation:
             yield from _take_away(f"{TRASH}/{entry.name}", mine, state)
 
 
 def _remove_if_it_can(key: str) -> Program[None]:
-    """Remove a directory if possible: one that does not become empty must not prevent a claim of the run."""
+    """Remove a directory if possible.
+
+    A directory that does not become empty must not prevent a claim of the run.
+    """
     try:
         yield RemoveTree(key)
     except StorageError as error:
@@ -225,7 +230,10 @@ def _remove_if_it_can(key: str) -> Program[None]:
 
 
 def _take_away(older: str, mine: str, state: LogState) -> Program[None]:
-    """Empty an older trash and remove it: only then does a stalled deleter's rename fail."""
+    """Empty and remove the trash of an older generation.
+
+    A stalled deleter's rename fails only after that.
+    """
     for attempt in range(TRIES):
         try:
             entries: list[Entry] = yield List(older)
@@ -237,10 +245,11 @@ def _take_away(older: str, mine: str, state: LogState) -> Program[None]:
                 yield RemoveTree(f"{older}/{entry.name}")
             yield RemoveDir(older)
         except AlreadyExistsError:
-            # Its deleter put one more thing in: look again, or its next rename still finds a target.
+            # Its deleter moved one more file in: try again, otherwise its next rename still finds a
+            # target.
             yield Pause(attempt, f"emptying {older}")
         except StorageError as error:
-            # No reason not to start: without its name it is in nobody's way, and the next owner tries.
+            # No reason not to start: under its new name it disturbs nothing, and the next owner tries again.
             logger.warning("the files in %s were not removed yet: %s", older, error)
             break
         else:
@@ -253,7 +262,11 @@ def _take_away(older: str, mine: str, state: LogState) -> Program[None]:
 
 
 def move_to_trash(source: str, target: str) -> Program[bool]:
-    """Whether it was there to be moved and removed."""
+    """Move ``source`` into the trash and remove it there.
+
+    Returns:
+        False if ``source`` was gone already, or if a newer holder has removed our trash.
+    """
     try:
         yield Rename(source, target)
     except NotFoundError:

@@ -1,7 +1,7 @@
-"""Directories of files with plain names as checkpoints: written by anybody, read by ``open``.
+"""Directories of files with plain names as checkpoints: any program writes them and reads them.
 
     write    mounted: the attempt's directory itself    elsewhere: each rank uploads its share
     read     mounted: the step directory itself         elsewhere: one download per node, verified
 
-Both are ways in.
+Both modules are entry points.
 """

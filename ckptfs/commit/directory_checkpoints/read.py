@@ -1,20 +1,20 @@
-"""A committed directory as a local path, for tools that know nothing but ``open``.
+"""A committed directory as a local path, for tools that can only ``open`` files.
 
     mounted, no into    the step directory itself
-    elsewhere           one directory per node: its ranks download their shares, every file compared
-                        with its digest as it passes by; removed when the last of them has left
-    into=               the same, into a directory of the caller's that appears whole, and stays
+    elsewhere           one directory per node: its ranks download their shares, and compare every file
+                        with its digest while they read it; removed when the last rank has left
+    into=               the same, into a directory of the caller that appears complete, and stays
 
-What a killed process left in the scratch directory, the next fetch of the node removes.
+A download without ``into`` goes into a scratch directory:
 
     <parent>/<prefix>xxxx/      the directory on the local disk that all ranks of a node share
-      files/    what it is for
+      files/    the downloaded files
       users/    one name per rank, with the pid and start time of its process
-      place     whose pids these are
+      place     the pid namespace in which these pids are valid
 
-The last rank to leave removes it. What killed processes left, the next one that is made there removes:
-no process of its users lives. No rank waits for another to leave. In memory: of each file, as many
-windows as its reader wants under way.
+The last rank to leave removes it. If the processes were killed, the next fetch on the node removes it, because
+no process of its users is alive. No rank waits for another to leave. In memory, each file that is being read
+has as many windows as its reader wants to read ahead.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _ALIGNED_FROM_BYTES = 1 << 20
 
 
 class ReadAhead:
-    """Threads and memory for reads ahead, until ``stack`` is left."""
+    """Threads and memory for reading ahead, until ``stack`` is left."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._threads: Threads | None = None
@@ -77,10 +77,10 @@ class ReadAhead:
         stack.callback(self._end)
 
     def buffers(self, count: int, size_bytes: int, reach: Reach) -> list[memoryview]:
-        """Memory for so many windows, each of at least ``size_bytes``.
+        """Return memory for ``count`` windows, each of at least ``size_bytes``.
 
-        Large windows of a local file get aligned memory, which is read and written past the page cache without
-        a copy.
+        Large windows of a local file get aligned memory, which is read and written past the page
+        cache without a copy.
         """
         if reach is Reach.REMOTE or size_bytes < _ALIGNED_FROM_BYTES:
             return [memoryview(bytearray(size_bytes)) for _ in range(count)]
@@ -89,7 +89,7 @@ class ReadAhead:
         return made
 
     def submit(self, count: int, read: Callable[[], memoryview]) -> Future[memoryview]:
-        """Read on a thread, one of ``count``."""
+        """Run ``read`` on one of ``count`` threads."""
         if self._threads is None:
             self._threads = Threads(count, "ckptfs-copy")
         return self._threads.submit(read)
@@ -97,7 +97,8 @@ class ReadAhead:
     def _end(self) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
-        # Not after Ctrl-C in the wait: a read that has not returned would fill what is somebody else's by then.
+        # Not after Ctrl-C in the wait: a read that has not returned would write into memory that is in use
+        # by another caller by then.
         for buffer in self._buffers:
             buffer_pool().release(buffer)
 
@@ -111,11 +112,13 @@ def windows(
     sharers: int = 1,
     lasting: int = 0,
 ) -> Iterator[memoryview]:
-    """The file's bytes in order, from ``first`` on.
+    """Yield the file's bytes in order, from ``first``.
 
-    Each view keeps its bytes until the next is asked for, or until ``lasting`` more have been.
+    Each view keeps its bytes until the next view is requested, or until ``lasting`` more views have
+    been.
 
-    sharers: so many files are read at once, and share what is worth having under way.
+    sharers: How many files are read at the same time. They share the number of reads that is worth
+    having in flight.
     """
     window = max(1, reader.window_bytes)
     # All but the first begin at multiples of the window: direct I/O needs whole pages.
@@ -164,9 +167,19 @@ _FILES, _USERS, _PLACE = "files", "users", "place"
 
 
 class NodeScratch:
-    """Seen from one rank. ``make`` is the lead's; it tells the others, who set ``target``.
+    """The scratch directory of a node, as one of its ranks sees it.
 
-    prefix: of its name. parent: where, by default the temporary directory. mates: the node's ranks.
+    The lead calls ``make`` and sends the path to the other ranks, which set ``target``.
+
+    Args:
+        control: The control plane of all ranks.
+        prefix: The beginning of the directory's name.
+        parent: The directory to make it in; None is the temporary directory.
+
+    Attributes:
+        node: The node of this rank.
+        mates: The ranks of the node.
+        target: The directory for files; empty until it is known.
     """
 
     def __init__(self, control: Control, prefix: str, parent: str | None = None) -> None:
@@ -188,7 +201,11 @@ class NodeScratch:
         return self.target
 
     def make(self) -> str:
-        """On the lead. Returns the path, to be told to the node's other ranks."""
+        """Make the directory. Only the lead calls this.
+
+        Returns:
+            The path for files, which the lead sends to the node's other ranks.
+        """
         os.makedirs(self._parent, exist_ok=True)
         place = who_am_i(self._control.world).node
         sweep(self._parent, self._prefix, place)
@@ -203,7 +220,7 @@ class NodeScratch:
         return self.target
 
     def leave(self) -> None:
-        """This rank needs it no more; the last one of the node removes it."""
+        """End this rank's use of the directory. The node's last rank to leave removes it."""
         top = os.path.dirname(self.target)
         users = os.path.join(top, _USERS)
         with contextlib.suppress(OSError):
@@ -214,14 +231,16 @@ class NodeScratch:
             shutil.rmtree(top, ignore_errors=True)
 
     def discard(self) -> None:
-        """After a failure of all ranks: nothing of it stays. Every rank may call."""
+        """Remove the whole directory after a failure of all ranks. Every rank may call this."""
         if self.target:
             shutil.rmtree(os.path.dirname(self.target), ignore_errors=True)
 
 
 def sweep(parent: str, prefix: str, place: str) -> None:
-    """Local. Remove directories whose users, all of this pid namespace, are gone. place: this
-    process's; another container's pids mean nothing here.
+    """Remove scratch directories if no process that uses them is alive. Local.
+
+    place: The pid namespace of this process. Directories of another container are left alone,
+    because its pids mean nothing here.
     """
     for name in os.listdir(parent):
         top = os.path.join(parent, name)
@@ -229,7 +248,7 @@ def sweep(parent: str, prefix: str, place: str) -> None:
             continue
         with contextlib.suppress(OSError):
             there = os.path.join(top, _USERS)
-            # Gone: the last one was killed while it removed the rest.
+            # No users directory: the last user was killed while it removed the rest.
             users = [u.split(".") for u in os.listdir(there)] if os.path.isdir(there) else []
             if not any(start_ticks(int(pid)) == ticks for _, pid, ticks in users):
                 shutil.rmtree(top, ignore_errors=True)
@@ -255,8 +274,15 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One file to download. size_bytes, record: as committed; None for what lies beside it, such as
-    a driver's ``save_object``. digests: key of the sidecar.
+    """One file to download.
+
+    Attributes:
+        path: The path, relative to the checkpoint.
+        key: The key in the storage.
+        size_bytes: The committed size; None for a file that the manifest does not list.
+        record: The committed record; None for a file that the manifest does not list, such as one
+            that a driver wrote with ``save_object``.
+        digests: The key of the sidecar, or None.
     """
 
     path: str
@@ -267,9 +293,13 @@ class Item:
 
 
 def items_of(storage: Storage, found: Found, domain: str | None) -> tuple[Item, ...]:
-    """Local. What a directory consists of here: listed files of this domain, and what lies beside.
+    """Return the files of a directory that are in this domain. Local.
 
-    UnsupportedError: it shares files with other checkpoints.
+    These are the listed files of this domain, and the files next to them that the manifest does not
+    list.
+
+    Raises:
+        UnsupportedError: The checkpoint shares files with other checkpoints.
     """
     items: dict[str, Item] = {}
     manifest = found.manifest
@@ -283,7 +313,7 @@ def items_of(storage: Storage, found: Found, domain: str | None) -> tuple[Item, 
         if record.domain in (None, domain) or domain is None:
             sidecar = None if record.digests is None else f"{found.home}/{record.digests}"
             key = file_key(record, found.home)
-            # Domains have a `.metadata` each under one path: which one is here cannot be told.
+            # Each domain has its own `.metadata` under one path: it is not known which of them is here.
             known = None if record.path in items else record.size_bytes
             checked = None if record.path in items else record
             items[record.path] = Item(record.path, key, known, checked, sidecar)
@@ -295,11 +325,15 @@ def items_of(storage: Storage, found: Found, domain: str | None) -> tuple[Item, 
 def _below(
     storage: Storage, home: str, folder: str, visited: set[tuple[int, int]]
 ) -> Iterator[str]:
-    """Files below a folder; through links to directories where ``storage`` follows them.
+    """Yield the files below a folder, also through links to directories.
 
-    visited: the directories that links led to. SymlinkError: a link leads to one of them again. A maze
-    of links would otherwise be as many paths as there are ways through it. StorageError: a name cannot be
-    asked for, and what was fetched would lack it.
+    Links are followed if ``storage`` follows them. visited: The directories that links led to.
+
+    Raises:
+        SymlinkError: A link leads to one of them again. Otherwise a maze of links would have as
+            many paths as there are ways through it.
+        StorageError: A name cannot be requested from the storage, so the fetched files would be
+            incomplete.
     """
     entries = storage.list(f"{home}/{folder}".rstrip("/"))
     if isinstance(entries, Listing) and entries.passed_by:
@@ -329,7 +363,10 @@ def _below(
 
 
 def share_items(items: Sequence[Item], sharers: int) -> tuple[tuple[Item, ...], ...]:
-    """What each of a node's ranks downloads: the largest first, each to the least loaded. Pure."""
+    """Return what each of a node's ranks downloads. Pure.
+
+    Files are assigned from the largest to the smallest, each to the least loaded rank.
+    """
     shares: list[list[Item]] = [[] for _ in range(sharers)]
     load = [0] * sharers
     for item in sorted(items, key=lambda i: (-(i.size_bytes or 0), i.path)):
@@ -341,7 +378,7 @@ def share_items(items: Sequence[Item], sharers: int) -> tuple[tuple[Item, ...], 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What a node's lead prepared: where to, and what."""
+    """What a node's lead prepared: the target directory, and the files to download."""
 
     node: str
     target: str
@@ -358,14 +395,24 @@ def fetched(
     only: Wanted | None = None,
     follow_links: bool = False,
 ) -> Iterator[str]:
-    """Collective to enter, local to leave, read-only. A path with the files of ``found``.
+    """Yield a path with the files of ``found``. Collective to enter, local to leave, read-only.
 
-    into: a directory that does not exist yet, or is empty; one process per node fills it. scratch:
-    where else to download to, by default the temporary directory. only: what this node needs of it;
-    asked on one of its ranks. follow_links: download what links lead to that lead out of it; a SymlinkError
-    otherwise.
-    AlreadyExistsError: into has files.
-    IntegrityError and the storage's errors come as CollectiveError; then nothing is left behind.
+    Args:
+        seat: The session at the run.
+        found: The checkpoint.
+        into: A directory that does not exist yet, or is empty; one process per node fills it.
+        scratch: The directory to download to otherwise; None is the temporary directory.
+        only: Says which files this node needs; called on one of its ranks.
+        follow_links: Download files outside the checkpoint that links in it lead to; otherwise a
+            SymlinkError.
+
+    Yields:
+        The path.
+
+    Raises:
+        AlreadyExistsError: ``into`` has files.
+        CollectiveError: A rank got an IntegrityError or an error of the storage; then nothing is
+            left behind.
     """
     storage, control = seat.storage, seat.control
     mounted = None if into is not None else storage.local_path(found.home)
@@ -409,7 +456,7 @@ def _domain_of(seat: Seat) -> str | None:
 
 
 class _Into(NodeScratch):
-    """The caller's directory: it appears whole, under its name, and stays."""
+    """A directory of the caller. It appears complete, under its name, and stays."""
 
     def __init__(self, control: Control, into: str) -> None:
         self._into = os.path.abspath(into)
@@ -418,11 +465,15 @@ class _Into(NodeScratch):
 
     @property
     def path(self) -> str:
-        """What the caller sees."""
+        """The path of the directory that the caller gave."""
         return self._into
 
     def make(self) -> str:
-        """As in NodeScratch. AlreadyExistsError: there are files already."""
+        """See ``NodeScratch.make``.
+
+        Raises:
+            AlreadyExistsError: The directory has files already.
+        """
         with in_flight("listing", self._into):
             taken = os.path.isdir(self._into) and bool(os.listdir(self._into))
         if taken:
@@ -432,12 +483,12 @@ class _Into(NodeScratch):
         return super().make()
 
     def publish(self, items: Sequence[Item]) -> None:
-        """On the lead: the whole directory appears under its name."""
+        """Rename the complete directory to its name. Only the lead calls this."""
         try:
             with in_flight("rename", self._into):
                 os.rename(self.target, self._into)
         except OSError as error:
-            # Another node, which shares this disk, was first: with the same files, if it was.
+            # Another node that shares this disk may have been first. Then the same files are there.
             if not all(os.path.isfile(os.path.join(self._into, item.path)) for item in items):
                 raise AlreadyExistsError(
                     f"the fetched directory cannot get its name: {error}", uri=self._into
@@ -445,14 +496,14 @@ class _Into(NodeScratch):
         self.discard()
 
     def leave(self) -> None:
-        """It stays."""
+        """Do nothing: the directory stays."""
 
 
 # -- over the wire ---------------------------------------------------------------------------------
 
 
 def _download(storage: Storage, share: Sequence[Item], target: str) -> None:
-    """Local. This rank's files; several small ones at once, a large one by itself."""
+    """Download this rank's files, several small ones at a time, a large one by itself. Local."""
     for folder in {os.path.dirname(os.path.join(target, item.path)) for item in share}:
         with in_flight("mkdir", folder):
             os.makedirs(folder, exist_ok=True)

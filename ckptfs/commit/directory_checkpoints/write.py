@@ -1,24 +1,24 @@
 """Directories of files with plain names as checkpoints: how ``checkpoint_dir`` makes them a commit.
 
-    mounted filesystem   the attempt's directory itself is handed out; on leaving, the ranks of a
-                         domain sync and digest its files between them
+    mounted filesystem   the user writes into the attempt's directory itself; on leaving, the ranks of
+                         a domain divide its files, and sync and digest them
     anything else        every rank gets a directory of its own and uploads it on leaving, each name
-                         guarded (``plain_names``): it is final before the commit
+                         guarded (``plain_names``), because it is final before the commit
 
-Nobody counted these bytes when they were written, so here, and only here, they are read once more.
+ckptfs did not see these bytes when they were written. So here, and only here, it reads them once more.
 
-A local directory that somebody else wrote is committed as one:
+A local directory that another program wrote becomes one checkpoint:
 
-    every node     lists what it sees of the directory
-    coordinator    shares the files out: each is sent once per domain, by the ranks that see it
-    every rank     sends its share under plain names, and digests what two nodes hold differently
+    every node     lists the files that it sees in the directory
+    coordinator    divides the files: each is sent once per domain, by a rank that sees it
+    every rank     sends its share under plain names, and digests files that differ between nodes
 
-On one shared disk all nodes see the same files; on node-local disks each sees its own, and what
-several hold under one name (a config, a tokenizer) has to be the same bytes everywhere.
+On one shared disk all nodes see the same files. On node-local disks each node sees its own files, and a file
+that several nodes have under one name (a config, a tokenizer) must have the same bytes everywhere.
 
     Sender(attempt, "/scratch/ckpt").send(names)     read, digest, write: each byte once
 
-On object stores whoever lost a name stops before the next byte.
+On object stores, a process that has lost a name to another one stops before it writes the next byte.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ BATCHED_BYTES = 16 << 20  # files up to this are sent or fetched many at a time
 
 
 def files_below(top: str, skip: str | None = None) -> Iterator[str]:
-    """Relative paths of the files below ``top``, sorted; links to directories are not followed."""
+    """Yield the relative paths of the files below ``top``, sorted.
+
+    Links to directories are not followed.
+    """
     for folder, folders, names in walk(top):
         folders[:] = sorted(f for f in folders if os.path.join(folder, f) != skip)
         for name in sorted(names):
@@ -91,19 +94,19 @@ def files_below(top: str, skip: str | None = None) -> Iterator[str]:
 
 
 class Target(Protocol):
-    """Where files go: an ``Attempt``, after its begin()."""
+    """The destination of files: an ``Attempt``, after its begin()."""
 
     @property
     def seat(self) -> Seat:
-        """Whose capabilities count."""
+        """The session; its capabilities decide how files are written."""
 
     @property
     def storage(self) -> Storage:
-        """Rooted at the run."""
+        """The storage, rooted at the run."""
 
     @property
     def keys(self) -> AttemptKeys:
-        """Of the save."""
+        """The keys of the save."""
 
     @property
     def base(self) -> Generation:
@@ -115,7 +118,7 @@ class Target(Protocol):
 
 
 class PlainNames:
-    """Puts plain names while they are this attempt's to put. Thread-safe."""
+    """Writes files with plain names as long as they belong to this attempt. Thread-safe."""
 
     def __init__(self, attempt: Target) -> None:
         self._attempt = attempt
@@ -123,11 +126,16 @@ class PlainNames:
         self._seen = Known()
 
     def check(self) -> None:
-        """FencedError, CommitConflictError: another's by now."""
+        """Check that the name still belongs to this attempt.
+
+        Raises:
+            FencedError: A newer owner took the run.
+            CommitConflictError: Another save took the name.
+        """
         self._seen.learn(drive(still_free(self._mine, self._known()), self._attempt.storage))
 
     def put(self, key: str, data: bytes) -> None:
-        """One small file, conditionally where the store can."""
+        """Write one small file, conditionally if the store can."""
         program = put_plain(self._mine, self._known(), key, data)
         self._seen.learn(drive(program, self._attempt.storage))
 
@@ -136,11 +144,14 @@ class PlainNames:
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error: another file has that
-    """Another file of this rank could not be sent."""
+    """The send was stopped because another file of this rank could not be sent."""
 
 
 class Sender:
-    """Sends files of ``path``, one rank's. domain: the id of the domain that holds them, None: all."""
+    """Sends files below ``path`` for one rank.
+
+    domain: The id of the domain that holds the files, or None for all domains.
+    """
 
     def __init__(self, attempt: Target, path: str, domain: str | None = None) -> None:
         self._attempt = attempt
@@ -151,10 +162,11 @@ class Sender:
         self._guard = PlainNames(attempt) if is_final else None
 
     def send(self, names: Sequence[str]) -> WrittenPart:
-        """Local. Send these files; durable on return, names too.
+        """Send these files. On return they and their names are durable. Local.
 
-        Small ones eight at a time, larger ones two at a time: one of these keeps a connection pool
-        busy by itself. In memory: a chunk for each, and what its writer holds (a small file whole).
+        Small files are sent eight at a time, larger ones two at a time, because one of those keeps
+        a connection pool busy by itself. In memory: a chunk for each, and what its writer holds (a
+        small file completely).
         """
         started = time.perf_counter()
         sizes = {name: self._size_bytes(name) for name in names}
@@ -178,7 +190,7 @@ class Sender:
     def _send_all(
         self, names: Sequence[str], sizes: Mapping[str, int], at_once: int
     ) -> dict[str, FileRecord]:
-        """Some files, so many at a time. The first failure stops the others and is raised."""
+        """Send some files, ``at_once`` at a time. The first failure stops the others."""
         failures: list[BaseException] = []
 
         def send(name: str) -> FileRecord:
@@ -195,7 +207,7 @@ class Sender:
             try:
                 wait(going.values())
             except BaseException:
-                # Ctrl-C: nobody may go on writing below a name that is being cleaned up.
+                # Ctrl-C: no thread may continue to write below a name that is being cleaned up.
                 self._stopped.set()
                 raise
         if failures:
@@ -215,7 +227,7 @@ class Sender:
             return FileRecord(name, len(data), self._domain, None, digest)
         state, size = xxhash.xxh3_128(), 0
         chunk = memoryview(bytearray(min(_CHUNK_BYTES, max(size_hint_bytes, 1))))
-        # Read, not mapped: a file that somebody cuts short while it is mapped kills the process.
+        # Read, not mapped: if another program truncates a mapped file, this process is killed.
         with (
             WatchedFile(os.path.join(self._path, name)) as file,
             storage.open_write(key, size_hint_bytes=size_hint_bytes) as writer,
@@ -247,7 +259,10 @@ logger = logging.getLogger("ckptfs.commit")
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One file as a node sees it. path: relative. mtime_ns: equal on two nodes means one file."""
+    """One file as a node sees it.
+
+    path: Relative. mtime_ns: If it is equal on two nodes, they see one file.
+    """
 
     path: str
     size_bytes: int
@@ -256,8 +271,12 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank does. compare: files that it only digests, because another node sends another
-    file of the same name and size.
+    """The files of one rank.
+
+    Attributes:
+        send: Files that it sends.
+        compare: Files that it only digests, because another node sends a different file of the same
+            name and size.
     """
 
     send: tuple[Listed, ...] = ()
@@ -265,10 +284,12 @@ class Share:
 
 
 def list_files(top: str) -> tuple[Listed, ...]:
-    """Local. The files below ``top``; links to files count as what they lead to.
+    """Return the files below ``top``. A link to a file counts as its target. Local.
 
-    NotFoundError: there is no such directory. StateError: something that cannot be committed: a link
-    to a directory (its files would be left out), a run of ckptfs, a name that is no path elsewhere.
+    Raises:
+        NotFoundError: There is no such directory.
+        StateError: Something cannot be committed: a link to a directory (its files would be left
+            out), a run of ckptfs, or a name that is no valid path on other storage.
     """
     if not os.path.isdir(top):
         raise NotFoundError("there is no such directory on this node", uri=top)
@@ -285,7 +306,7 @@ def list_files(top: str) -> tuple[Listed, ...]:
     found = []
     for path in files_below(top):
         if path == MANIFEST:
-            continue  # of the checkpoint that this was a copy of; the commit writes another
+            continue  # that of the checkpoint that was copied here; the commit writes another
         if "\\" in path or "://" in path or "\0" in path:
             raise StateError(
                 f"{path!r} cannot be a name on other storage", uri=top, hint="rename it"
@@ -301,11 +322,17 @@ def share_files(
     nodes: Sequence[str],
     domains: Sequence[Sequence[int]],
 ) -> tuple[Share, ...]:
-    """What each rank sends. Pure.
+    """Return what each rank sends. Pure.
 
-    listings: by rank, None from ranks that did not look (one of each node does). nodes: by rank.
-    domains: their ranks. StateError: nodes of one domain hold different files under one name.
-    IncompleteCheckpointError: there is no file at all.
+    Args:
+        listings: The listing of each rank, None for ranks that did not list (one rank of each node
+            does).
+        nodes: The node of each rank.
+        domains: The ranks of each domain.
+
+    Raises:
+        StateError: Nodes of one domain hold different files under one name.
+        IncompleteCheckpointError: There is no file at all.
     """
     if not any(listings):
         raise IncompleteCheckpointError(
@@ -330,7 +357,7 @@ def share_files(
                     compare[rank].append(file.path)
             able = [r for r in ranks if any(nodes[r] == nodes[s] for s in same)]
             chosen = min(able, key=lambda r: (load[r], r))
-            # A file costs a few requests whatever its size: many small ones are shared out too.
+            # A file costs a few requests whatever its size, so many small ones are divided too.
             load[chosen] += first.size_bytes + 1
             send[chosen].append(first)
     return tuple(Share(tuple(s), tuple(c)) for s, c in zip(send, compare, strict=True))
@@ -363,7 +390,7 @@ class Publication:
         self._share = share
 
     def write(self) -> WrittenPart:
-        """Send this rank's files; durable on return."""
+        """Send this rank's files. They are durable on return."""
         part = self._sender.send([file.path for file in self._share.send])
         for file, record in zip(self._share.send, part.files, strict=True):
             if record.size_bytes != file.size_bytes:
@@ -377,7 +404,7 @@ class Publication:
         return replace(part, payload=json.dumps(digests).encode())
 
     def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
-        """On the coordinator: what several nodes hold under one name is one file."""
+        """Check that all nodes have the same bytes under one name. Called on the coordinator."""
         sent = {(f.domain, f.path): f.digest for part in parts for f in part.files}
         for rank, part in enumerate(parts):
             for path, digest in json.loads(part.payload or b"{}").items():
@@ -397,7 +424,10 @@ class Publication:
 
 
 def remove_source(path: str) -> None:
-    """Local, after the commit: what was handed over goes. A failure is logged, nothing depends on it."""
+    """Remove a consumed directory after the commit. Local.
+
+    A failure is only logged, because nothing depends on it.
+    """
     try:
         shutil.rmtree(path)
     except OSError as error:
@@ -405,8 +435,10 @@ def remove_source(path: str) -> None:
 
 
 def refuse_own(path: str, run: str, name: str) -> None:
-    """Local. StateError where removing ``path`` would take the run, a checkpoint of it, or what is to be
-    the checkpoint ``name``.
+    """Refuse to consume a directory if removing ``path`` would remove data of the run. Local.
+
+    Raises:
+        StateError: It would remove the run, a checkpoint of it, or the future checkpoint ``name``.
     """
     source, root = os.path.realpath(path), os.path.realpath(run)
     final = os.path.join(root, name)
@@ -423,23 +455,23 @@ def refuse_own(path: str, run: str, name: str) -> None:
 
 
 class Collector(Protocol):
-    """What a rank's directory becomes: ``path`` to write to, then a part of the save."""
+    """Makes a part of the save from a rank's directory: ``path`` is the directory to write to."""
 
     path: str
 
     def share_out(self) -> None:
-        """Collective, when every rank has stopped writing: which files there are, and whose."""
+        """Divide the files among the ranks, after every rank has stopped writing. Collective."""
 
     def write(self) -> WrittenPart:
         """Make this rank's files durable and describe them."""
 
     def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
-        """On the coordinator: check the parts against each other."""
+        """Check the parts against each other. Only the coordinator calls this."""
 
 
 @contextlib.contextmanager
 def collected_files(attempt: Attempt) -> Iterator[Collector]:
-    """The collector for this attempt's storage; call after ``attempt.begin()``."""
+    """Yield the collector for this attempt's storage. Call it after ``attempt.begin()``."""
     attempt.storage.make_dir(attempt.directory)
     mounted = attempt.storage.local_path(attempt.directory)
     if mounted is not None:
@@ -454,19 +486,22 @@ def collected_files(attempt: Attempt) -> Iterator[Collector]:
 
 @contextlib.contextmanager
 def writing_directory(seat: Seat, spec: SaveSpec, done: list[Committed]) -> Iterator[str]:
-    """Collective to enter and to leave. Yields a path to write into; committed when all have left.
+    """Yield a path to write into, and commit when all ranks have left.
 
-    done: gets the commit. An exception inside, on any rank, commits nothing and is raised on all.
+    Collective to enter and to leave. An exception inside, on any rank, commits nothing and is
+    raised on all ranks.
+
+    done: Receives the commit.
     """
     attempt = Attempt(seat, spec)
     try:
         attempt.begin()
         with contextlib.ExitStack() as stack:
-            # Also what fails while the directory is made: the others wait where they leave.
+            # A failure to make the directory is covered too: the other ranks wait where they leave.
             with leaving_together(seat.control):
                 collector = stack.enter_context(collected_files(attempt))
                 yield collector.path
-            # Nobody lists and digests before everybody has stopped writing.
+            # No rank lists and digests before all ranks have stopped writing.
             collector.share_out()
             done.append(attempt.commit(collector.write, collector.finish))
     except BaseException:
@@ -476,11 +511,14 @@ def writing_directory(seat: Seat, spec: SaveSpec, done: list[Committed]) -> Iter
 
 @contextlib.contextmanager
 def leaving_together(control: Control) -> Iterator[None]:
-    """Collective to leave: nobody goes on before all have left, and what one raises all hear of."""
+    """Leave the block on all ranks together. Collective to leave.
+
+    No rank continues before all have left. If one rank raises an error, all ranks raise it.
+    """
     try:
         yield
     except BaseException as error:
-        # A collective error is all ranks' already: with one's number it would differ between them.
+        # All ranks have a collective error already: with the rank's number it would differ between them.
         if isinstance(error, CkptfsError) and not isinstance(error, CollectiveError):
             error.rank = control.rank if error.rank is None else error.rank
         with contextlib.suppress(Exception):
@@ -491,7 +529,7 @@ def leaving_together(control: Control) -> Iterator[None]:
 
 def _raiser(error: BaseException) -> Callable[[], None]:
     def leave() -> None:
-        # The others wait at the end of their blocks: this is how they hear of it.
+        # The other ranks wait at the end of their blocks and get the error from this step.
         raise StateError(f"left its directory by {type(error).__name__}: {error}") from error
 
     return leave
@@ -506,8 +544,11 @@ class _Mounted:
         self._mine: frozenset[str] = frozenset()
 
     def share_out(self) -> None:
-        """A node's listing is sure of nothing but what that node has written: over NFS a directory may
-        look as it did a moment ago. So all of them count, and a file goes to a rank that can see it.
+        """Divide the files among the ranks of each domain that see them.
+
+        Over NFS the directory listing of a node may be old; it is certain only about the files that
+        this node wrote. So the listings of all nodes count, and a file goes to a rank that can see
+        it.
         """
         seat = self._attempt.seat
 
@@ -524,7 +565,7 @@ class _Mounted:
         self._mine = frozenset(shares.get(seat.control.rank, ()))
 
     def write(self) -> WrittenPart:
-        """Sync everything that this node may hold dirty; digest this rank's share of the files."""
+        """Sync all files that this node may hold dirty, and digest this rank's share of them."""
         started = time.perf_counter()
         seat = self._attempt.seat
         records, size = [], 0
@@ -554,12 +595,12 @@ class _Mounted:
             storage.sync(top if below == "." else f"{top}/{below}")
 
     def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
-        """Refuse an empty artifact: somebody wrote it elsewhere."""
+        """Refuse an empty checkpoint: the files were written to another place."""
         return _checked(parts)
 
 
 def _shares(seat: Seat, told: list[tuple[str, ...] | None]) -> dict[int, list[str]]:
-    """Each file of a domain to one of its ranks, on a node that lists it. Pure."""
+    """Assign each file of a domain to one of its ranks, on a node that lists it. Pure."""
     nodes = [world.node for world in seat.control.worlds]
     shares: dict[int, list[str]] = {}
     for domain in seat.placement.domains:
@@ -579,14 +620,14 @@ class _Uploaded:
         self._sender = Sender(attempt, path)
 
     def share_out(self) -> None:
-        """Every rank has a directory of its own."""
+        """Do nothing: every rank has a directory of its own."""
 
     def write(self) -> WrittenPart:
         """Send this rank's files under their plain names."""
         return self._sender.send([file.path for file in list_files(self.path)])
 
     def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
-        """Two ranks must not have written different files under one name."""
+        """Check that no two ranks wrote different files under one name."""
         seen: dict[str, tuple[int, str | None]] = {}
         for rank, part in enumerate(parts):
             for record in part.files:

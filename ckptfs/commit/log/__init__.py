@@ -6,15 +6,15 @@
     LogState = fold(0 .. n-1)                  fold; saves keeps the settled ones small
         |
         v
-    append(decide)                             decide(LogState) -> the entry n, or why not; whoever finds
-                                               n taken folds it and decides again
+    append(decide)                             decide(LogState) -> the entry n, or why not; a process that
+                                               finds n taken folds it and decides again
 
-Ways in:
+Entry points:
 
-    entries        the vocabulary, and how an entry looks as bytes
+    entries        the kinds of entries, and their encoding as bytes
     fold           LogState
     append         catch_up, append, write_snapshot, and Means, what an owner needs for them
-    advisory_log   the same on a storage where nobody can win a create
+    advisory_log   the same on a storage without exclusive creates
 
-The log knows no other room. ``saves`` is inside.
+The log imports no other folder of ``commit``. ``saves`` is internal to it.
 """

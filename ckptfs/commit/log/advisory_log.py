@@ -1,14 +1,14 @@
-"""The run log where nobody can win: stores without an exclusive create.
+"""The run log on stores without an exclusive create.
 
-Some places can only write, not create (many fsspec protocols, mounts without hard links). There an
-entry is not ``00000042`` but ``00000042.<write_id>``: two writers of one number both get their
-entry in, none overwrites the other, and nothing acknowledged is lost. Readers sort all of them by
-number and write id and count them through, so the programs of ``commit`` see an ordinary log:
+Some stores can only write, not create (many fsspec protocols, mounts without hard links). There an
+entry is not ``00000042`` but ``00000042.<write_id>``: if two writers take one number, both entries are
+stored, neither overwrites the other, and nothing acknowledged is lost. Readers sort the entries by
+number and write id and number them in this order, so the programs of ``commit`` see an ordinary log:
 
     log/00000000.a  log/00000001.c  log/00000001.d      read as entries 0, 1, 2
 
-What is lost is certainty: an entry may slip in below one that was read already, so fences and the
-exclusiveness of names are advice here. The result of every save says so.
+But the order is not final: an entry may appear below one that was read already. So fences and the
+exclusiveness of names are only advisory here. The result of every save says so.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ T = TypeVar("T")
 
 
 def with_log(storage: Storage, caps: Capabilities, *, write: bool) -> Storage:
-    """The storage itself, or one whose run log reads like any other. Readers write nothing."""
+    """Return the storage, or one that presents its advisory run log as an ordinary one.
+
+    Readers write nothing.
+    """
     if write:
         return storage if caps.exclusive_create else AdvisoryLog(storage)
     return AdvisoryLog(storage) if kind_of_log(storage) is LogKind.ADVISORY else storage
 
 
 class LogKind(Enum):
-    """How the entries that lie there were written."""
+    """How the entries that exist in a log were written."""
 
     NONE = "none"
     EXCLUSIVE = "exclusive"
@@ -60,7 +63,10 @@ class LogKind(Enum):
 
 
 def kind_of_log(storage: Storage) -> LogKind:
-    """One stat, and a listing where that finds nothing. Writes nothing."""
+    """Return the kind of a log. Writes nothing.
+
+    It takes one stat, and a listing if that finds nothing.
+    """
     try:
         storage.stat(log_key(0))
     except NotFoundError:
@@ -73,8 +79,9 @@ def kind_of_log(storage: Storage) -> LogKind:
 
 
 def other_kind(storage: Storage, caps: Capabilities) -> str | None:
-    """What is wrong where the log that lies there is not of the kind that this writer would write:
-    both kinds beside each other are two histories of one run.
+    """Return an error text if the existing log is not of the kind that this writer would write.
+
+    Two kinds of log in one run would be two histories of that run.
     """
     match kind_of_log(storage):
         case LogKind.EXCLUSIVE if not caps.exclusive_create:
@@ -92,7 +99,7 @@ def other_kind(storage: Storage, caps: Capabilities) -> str | None:
 
 
 class AdvisoryLog(Storage):
-    """A storage whose log entries carry their write id in their names. Everything else passes."""
+    """A storage that adds the write id to the names of log entries, and to no other key."""
 
     def __init__(self, inner: Storage) -> None:
         self._inner = inner
@@ -101,7 +108,7 @@ class AdvisoryLog(Storage):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The inner storage's: no exclusive create."""
+        """The capabilities of the inner storage: no exclusive create."""
         return self._inner.capabilities
 
     def probe(self, key: str) -> Capabilities:
@@ -120,7 +127,7 @@ class AdvisoryLog(Storage):
         return sorted(e.name for e in entries if not e.is_dir and e.name[:1].isdigit())
 
     def read(self, key: str) -> bytes:
-        """An entry by its place in the order; any other key as it is."""
+        """Read an entry by its place in the order; any other key as it is."""
         return self._inner.read(self._lies_at(key))
 
     def read_small(self, key: str, limit_bytes: int) -> bytes:
@@ -129,12 +136,12 @@ class AdvisoryLog(Storage):
 
     def _lies_at(self, key: str) -> str:
         if key == HINT:
-            # A snapshot equals what lay below it then; here more may have slipped in since.
+            # A snapshot equals the entries below it at that time; here more may have appeared since.
             raise NotFoundError("no hint on an advisory log", uri=self.uri(key))
         number = self._number(key)
         if number is None:
             return key
-        names = self._names  # one look: another thread may refresh meanwhile
+        names = self._names  # read once: another thread may refresh at the same time
         if number >= len(names):
             names = self._names = self._listed()
         if number >= len(names):
@@ -146,10 +153,10 @@ class AdvisoryLog(Storage):
         return self._inner.at_once(calls)
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
-        """Write an entry under its own name, unless the place in the order is taken already."""
+        """Write an entry under its own name, unless its place in the order is taken already."""
         number = self._number(key)
         if number is None:
-            # The domain id: the last writer wins, and everybody reads it back.
+            # The domain id: the last writer wins, and every process reads it back.
             try:
                 self._inner.stat(key)
             except NotFoundError:
@@ -163,7 +170,7 @@ class AdvisoryLog(Storage):
         self._inner.replace(f"{key}.{write_id}", data)
 
     def refresh(self, key: str) -> None:
-        """Also forgets which entries were seen."""
+        """Refresh the inner storage; for the log, also forget which entries were seen."""
         if key == LOG:
             self._names = []
         self._inner.refresh(key)
@@ -181,7 +188,7 @@ class AdvisoryLog(Storage):
         return self._inner.list(key)
 
     def refusing_links(self, top: str) -> Storage:
-        """That of the inner storage: what lies in a checkpoint has no number."""
+        """Return the inner storage's: files in a checkpoint have no number."""
         return self._inner.refusing_links(top)
 
     def refuse_link(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The run log of one domain: read its end, append to it.
+"""Reading the run log of one domain to its end, and appending to it.
 
 Appending is one exclusive create of the next number. A process that finds the number taken reads that entry,
 folds it and decides again, because what was right at n may be wrong at n+1:
@@ -10,12 +10,12 @@ folds it and decides again, because what was right at n may be wrong at n+1:
                   |          `-- no answer              -> the same create again, until it is known
                   `--------------'
 
-Reading the end of the log is a request on an object store. So a process that folded the log before decides by that
+On an object store, reading the end of the log is a request. So a process that folded the log before decides by that
 fold and creates at once: if creates are exclusive, a create of n that succeeds shows that nothing came after the
 fold. A refusal counts only after the end of the log was read.
 
-Entries are never removed, renamed or rewritten. What a reader sees is a prefix; only an append
-proves the end.
+Entries are never removed, renamed or rewritten. A reader sees a prefix of the log; only an append proves where
+the log ends.
 """
 
 from __future__ import annotations
@@ -103,7 +103,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What every program of an owner needs: where it is, what the place can do, fresh ids."""
+    """What every program of an owner needs.
+
+    Attributes:
+        domain: The id of its domain.
+        caps: The capabilities of the storage there.
+        ids: Fresh ids.
+        stamp: The process and the time, written into entries.
+    """
 
     domain: str
     caps: Capabilities
@@ -111,10 +118,11 @@ class Means:
     stamp: Stamp = Stamp()
 
     def tried(self, state: LogState | None) -> LogState | None:
-        """The fold by which an append decides before it reads the log; None: it reads first.
+        """Return the fold by which an append decides before it reads the log; None to read first.
 
-        Not on a filesystem: a look there costs little, and a damaged entry is not taken for a lost answer. Without
-        exclusive creates entries may have slipped in below what was folded.
+        It is None on a filesystem: reading the log there costs little, and a damaged entry is not
+        taken for a lost answer. Without exclusive creates entries may have appeared below the end
+        of the fold.
         """
         is_object = self.caps.shape is Shape.OBJECT
         return state if is_object and self.caps.exclusive_create else None
@@ -122,13 +130,14 @@ class Means:
 
 logger = logging.getLogger("ckptfs.commit")
 
-# Entries after which the next save, delete or claim writes one. A new process reads 100 at most: a few may
-# come between two of these. A cold fold of 10,000 took seconds on NFS and S3, of 20 none.
+# After so many entries the next save, delete or claim writes a snapshot. A new process reads about
+# 100 entries at most; a few may come before the next snapshot. A fold of 10,000 entries without one
+# took seconds on NFS and S3.
 SNAPSHOT_EVERY = 90
-FOLD_AT_ONCE = 1000  # entries: a fold copies what is known once, so not for each few
+FOLD_AT_ONCE = 1000  # entries; each fold copies the known saves once
 _DIGITS = 20
-READ_AHEAD = 16  # entries asked for at once, where the log turns out to be longer
-COLD_AHEAD = 8  # by who knows nothing of it yet: one round trip for a short log
+READ_AHEAD = 16  # entries that are read at the same time if the log turns out to be longer
+COLD_AHEAD = 8  # the same at the start of a fold: one round trip for a short log
 
 R = TypeVar("R")
 
@@ -167,7 +176,7 @@ class CheckedLog:
 
 @dataclass(slots=True)
 class LogBudget:
-    """How much of one log a reader has read. What somebody puts into a log fills no reader's memory."""
+    """How much of one log a reader has read, so that no log can fill the memory of a reader."""
 
     entries: int = 0
     entry_bytes: int = 0  # of entries that are no snapshots
@@ -177,7 +186,7 @@ class LogBudget:
         """Count an entry.
 
         Raises:
-            ManifestError: The log has more than a reader takes.
+            ManifestError: The log has more than a reader accepts.
         """
         self.entries += 1
         if isinstance(body, Snapshot):
@@ -198,10 +207,10 @@ class LogBudget:
 
 
 def gap_in(names: Iterable[str], end: int) -> Gap | None:
-    """Return the first missing entry of a log; the fold ended before ``end``. Pure.
+    """Return the first missing entry of a log, or None; the fold ended before ``end``. Pure.
 
-    names: of the files in the log's directory. Without exclusive creates they are
-    <number>.<write id>: who wrote number n saw n entries before it.
+    names: The names of the files in the log's directory. Without exclusive creates they are
+    <number>.<write id>, and the writer of number n saw n entries before it.
     """
     parts = [name.partition(".") for name in names]
     plain = [int(number) for number, dot, _ in parts if not dot and _is_number(number)]
@@ -213,17 +222,20 @@ def gap_in(names: Iterable[str], end: int) -> Gap | None:
 
 
 def _is_number(name: str) -> bool:
-    """Whether an entry can have it: no log has more than 10^19 of them, and a file that is called so is
-    no reason to believe that entries are missing.
+    """Whether an entry can have this name.
+
+    No log has more than 10^19 entries, and a file with a longer name is no reason to believe that
+    entries are missing.
     """
     return name.isascii() and name.isdecimal() and len(name) < _DIGITS
 
 
 def check_whole(state: LogState) -> Program[CheckedLog]:
-    """Check by a listing that there are no entries after the end of ``state``, the fold of all that was read.
+    """Check by a listing that there are no entries after the end of ``state``.
 
-    Reads only. Check this before acting on a log: no reader goes beyond a gap, and an append would permanently take
-    the number of the missing entry.
+    ``state`` is the fold of all that was read. Reads only. Call this before acting on a log: no
+    reader continues after a gap, and an append would permanently take the number of the missing
+    entry.
     """
     yield Refresh(LOG)
     try:
@@ -233,43 +245,55 @@ def check_whole(state: LogState) -> Program[CheckedLog]:
     names = [one.name for one in found if not one.is_dir]
     gap = gap_in(names, state.next)
     if gap is not None:
-        # Somebody may have appended between the two looks: only what a second one misses is a gap.
+        # A process may have appended between the two reads: an entry is missing only if a second
+        # read misses it too.
         state = yield from catch_up(state)
         gap = gap_in(names, state.next)
     return CheckedLog(state, gap)
 
 
 def make_log() -> Program[None]:
-    """Make the log's directories, unconditionally: on NFS their own absence may be cached."""
+    """Make the log's directories without a check: on NFS their absence may be cached."""
     for key in (CONTROL, LOG, TMP):
         yield MakeDir(key)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundHint:
-    """The hint as it was read before; data is None where there is none. An old one leads to an older snapshot."""
+    """A hint that was read before, or None if there is none.
+
+    An old hint leads to an older snapshot.
+    """
 
     data: bytes | None
 
 
 def catch_up(state: LogState | None = None, *, hint: FoundHint | None = None) -> Program[LogState]:
-    """Fold everything that can be seen after ``state`` (from a snapshot, or 0, when None).
+    """Fold all entries that can be seen after ``state``. Reads only.
 
-    hint: read already by the caller, for a start without a state. Reads only. A missing log is an empty one.
-    ManifestError: an entry is damaged, or there are more than ``LogBudget`` permits.
+    A missing log is an empty one.
+
+    Args:
+        state: The fold to continue, or None to start from a snapshot, or from entry 0 if there is
+            none.
+        hint: The hint, if the caller has read it already; used if ``state`` is None.
+
+    Raises:
+        ManifestError: An entry is damaged, or there are more than ``LogBudget`` permits.
     """
     ahead, bodies, budget = 1, list[Body](), LogBudget()
     if state is None:
         state, ahead = (yield from _from_snapshot(hint)), COLD_AHEAD
     while True:
-        # Each time: the first one missing may be the end, and a client may have cached its absence.
+        # Each time: the first missing one may be the end, and a client may have cached its absence.
         yield Refresh(LOG)
         number = state.next + len(bodies)
         entries = yield from _read_entries(tuple(range(number, number + ahead)), budget)
         if any(entry.partial for entry in entries):
             # A snapshot by this version would lose what it does not understand.
             state = replace(state, foreign=True)
-        # Of a snapshot that is folded over only its place counts: all of them would fill the memory.
+        # Of a snapshot that the fold continues past, only its place counts: all of them would fill
+        # the memory.
         bodies += [Snapshot() if isinstance(e.body, Snapshot) else e.body for e in entries]
         if bodies and (len(entries) < ahead or len(bodies) >= FOLD_AT_ONCE):
             state, bodies = fold_entries(state, bodies), []
@@ -279,10 +303,11 @@ def catch_up(state: LogState | None = None, *, hint: FoundHint | None = None) ->
 
 
 def catch_up_again(known: LogState | None) -> Program[LogState]:
-    """As ``catch_up``, for a process that holds the run and folded it before: two reads at once if nothing came.
+    """Continue the fold ``known`` of a process that holds the run, like ``catch_up``.
 
-    The fence is read again: on an object store a number could be created in a log that somebody
-    removed, and that entry would never be found.
+    If there is nothing new, this takes two reads, done at once. The fence is read again: on an
+    object store, an entry could be created in a log that was removed, and that entry would never be
+    found.
     """
     if known is None:
         return (yield from catch_up())
@@ -301,7 +326,7 @@ def catch_up_again(known: LogState | None) -> Program[LogState]:
 
 @dataclass(frozen=True, slots=True)
 class _Hint:
-    """Which entry is the newest snapshot that its writer knew."""
+    """The number of the newest snapshot that the writer of the hint knew."""
 
     snapshot: Number
 
@@ -310,15 +335,15 @@ _HINT = Schema(_Hint)
 
 
 def read_hint(data: bytes) -> int:
-    """The number of the snapshot that a hint names; SchemaError where it is none."""
+    """Return the number of the snapshot that a hint names. SchemaError if it is no hint."""
     return _HINT.decode(data).snapshot
 
 
 def _from_snapshot(hint: FoundHint | None) -> Program[LogState]:
-    """Start at the snapshot that the hint names; the hint is no authority, the entry is.
+    """Start at the snapshot that the hint names. The hint is only a pointer; the entry decides.
 
-    A hint or a snapshot that cannot be read is passed over: the entries from 0 on say the same, and a
-    newer version may have written words there that this one does not know.
+    A hint or a snapshot that cannot be read is ignored: the entries from 0 have the same content,
+    and a newer version may have written words there that this one does not know.
     """
     try:
         if hint is None:
@@ -341,7 +366,7 @@ def _from_snapshot(hint: FoundHint | None) -> Program[LogState]:
 
 
 def _read_entries(numbers: Sequence[int], budget: LogBudget) -> Program[list[Entry]]:
-    """The entries of these numbers, which rise, up to the first that is not seen yet."""
+    """Return the entries with these rising numbers, up to the first that is not seen yet."""
     keys = tuple(map(log_key, numbers))
     attempt = 0
     while True:
@@ -361,8 +386,10 @@ def _read_entries(numbers: Sequence[int], budget: LogBudget) -> Program[list[Ent
 
 
 def _read_one_by_one(numbers: Sequence[int], budget: LogBudget) -> Program[list[Entry]]:
-    """The same, where one of them is large, as a snapshot may be: its bytes alone are in memory. Of a
-    snapshot that is folded over only its place counts.
+    """Do the same as ``_read_entries`` if one of the entries is large, as a snapshot may be.
+
+    Only the bytes of one entry are in memory then. Of a snapshot that the fold continues past, only
+    its place counts.
     """
     entries: list[Entry] = []
     for number in numbers:
@@ -375,7 +402,7 @@ def _read_one_by_one(numbers: Sequence[int], budget: LogBudget) -> Program[list[
 
 
 def _read_entry(number: int, budget: LogBudget | None = None) -> Program[Entry | None]:
-    """Entry ``number``, or None: not seen yet."""
+    """Return entry ``number``, or None if it is not seen yet."""
     key = log_key(number)
     attempt = 0
     while True:
@@ -400,11 +427,25 @@ def append(
     state: LogState | None = None,
     tried: LogState | None = None,
 ) -> Program[Appended | Refused[R]]:
-    """Append what ``decide`` makes of the whole log, or return its refusal.
+    """Append the entry that ``decide`` returns for the whole log, or return its refusal.
 
-    write_id: unique to this call. state: a fold to continue from. tried: instead, a fold that is tried before the
-    log is read, only if creates are exclusive. Durable when Appended. CommitInDoubtError at the driver's deadline:
-    the entry may be in the log or may still appear; nothing was deleted.
+    The entry is durable when Appended is returned.
+
+    Args:
+        decide: Returns the entry for a folded log, or why there is none. It is called again if
+            another process took the number.
+        write_id: The id of this call, different from that of all others.
+        stamp: The process and the time, for people.
+        state: A fold to continue from.
+        tried: A fold that is tried before the log is read, instead of ``state``; only if creates
+            are exclusive.
+
+    Returns:
+        The entry's number with the fold, or the refusal of ``decide``.
+
+    Raises:
+        CommitInDoubtError: At the driver's deadline. The entry may be in the log or may still
+            appear; nothing was deleted.
     """
     if tried is not None:
         body = decide(tried)
@@ -427,7 +468,10 @@ def append(
 def append_here(
     decide: Callable[[LogState], Body | Refused[R]], means: Means, state: LogState | None
 ) -> Program[Appended | Refused[R]]:
-    """Append in this domain what ``decide`` makes of its log: by ``state`` before it is read, where that is safe."""
+    """Append the entry that ``decide`` returns for the log of this domain.
+
+    It decides by ``state`` before the log is read, if that is safe.
+    """
     return (
         yield from append(
             decide,
@@ -440,12 +484,12 @@ def append_here(
 
 
 def _create(number: int, entry: Entry) -> Program[bool]:
-    """Whether number ``number`` is our entry now; repeats the same create until that is known."""
+    """Whether entry ``number`` is ours now. Repeats the same create until that is known."""
     key, attempt, lost = log_key(number), 0, False
     data = encode_entry(entry)
     most = ENTRY_BYTES if isinstance(entry.body, Snapshot) else PLAIN_ENTRY_BYTES
     if len(data) > most:
-        # Nobody reads a larger one: it would end the run for all who come after.
+        # No reader accepts a larger one: no process could use the run any more.
         raise StorageError(
             f"an entry of {len(data)} bytes is not appended: readers accept at most {most}",
             errno=errno.EFBIG,
@@ -482,7 +526,7 @@ def _create(number: int, entry: Entry) -> Program[bool]:
 
 
 def _settle(number: int) -> Program[Entry]:
-    """Entry ``number``, which is known to exist."""
+    """Return entry ``number``, which is known to exist."""
     attempt = 0
     while True:
         entry = yield from _read_entry(number)
@@ -494,7 +538,7 @@ def _settle(number: int) -> Program[Entry]:
 
 
 def write_snapshot(state: LogState, *, write_id: str, stamp: Stamp = Stamp()) -> Program[LogState]:
-    """Append a snapshot when one is due, and point the hint at it; never needed for correctness."""
+    """Append a snapshot if one is due, and point the hint at it. Never needed for correctness."""
     if state.foreign or state.next - state.snapshot_at < SNAPSHOT_EVERY:
         return state
 
@@ -508,7 +552,8 @@ def write_snapshot(state: LogState, *, write_id: str, stamp: Stamp = Stamp()) ->
             hint = json.dumps({"snapshot": outcome.number, "next": outcome.number + 1}).encode()
             yield Replace(HINT, hint)
     except StorageError as error:
-        # A cold fold is slower without it, and nothing else: no save and no recovery fails for it.
+        # Without it only a fold from the start is slower: no save and no recovery fails because of
+        # it.
         logger.warning("the snapshot of the run log could not be written: %s", error)
         return state
     return outcome.state

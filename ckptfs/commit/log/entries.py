@@ -1,20 +1,20 @@
-"""The vocabulary of the run log: what an entry can say, and how it looks as bytes.
+"""The kinds of entries of the run log, and their encoding as bytes.
 
-    seal      this save is whole in this domain
-    part      this part of a save is whole in this domain: a promise that its home keeps or releases
+    seal      this save is complete in this domain
+    part      this part of a save is complete in this domain: a promise that its home keeps or releases
     abort     this save will never be sealed here
-    decided   what all domains together came to (a record, never the decision)
+    decided   the outcome that all domains reached together (a record, never the decision)
     fence     a new owner; older generations cannot append any more
-    release   the owner left in peace
-    delete    this save is deleted; its bytes follow
+    release   the owner gave up the run in good order
+    delete    this save is deleted; its bytes are removed later
     gone      the bytes of a deleted save are gone here: its name is free for plain saves
-    pin       retention must (not) touch this save
-    snapshot  the fold of everything below this number
+    pin       retention must leave this save alone, or may touch it again
+    snapshot  the fold of all entries below this number
 
 An entry is one JSON object of a few hundred bytes: the body's fields, ``kind``, the ``id`` of the
-write that made it (a lost answer is proven by it), and ``at``/``by``, which inform people and
-decide nothing. Unknown fields are ignored; unknown kinds, and kinds with an unknown word in a closed
-field, are kept as ``Foreign``, so that an older reader survives a newer writer.
+write that made it (by which its writer recognises it after a lost answer), and ``at``/``by``, which are
+for people and decide nothing. Unknown fields are ignored. Unknown kinds, and kinds with an unknown word
+in a closed field, are kept as ``Foreign``, so that an older reader can read the log of a newer writer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FORMAT = 1
 if TYPE_CHECKING:
     Step = int | None
 else:
-    Step = Number | float | bool | None  # 1.5 and true were written once, and are read for ever
+    Step = Number | float | bool | None  # 1.5 and true were written once, and must stay readable
 
 
 class Generation(NamedTuple):
@@ -71,7 +71,7 @@ class Generation(NamedTuple):
 
     Attributes:
         number: Rises with each owner.
-        nonce: Random, of one owner alone.
+        nonce: Random; no two owners have the same.
     """
 
     number: Number
@@ -87,7 +87,7 @@ class Kind(StrEnum):
     Attributes:
         CHECKPOINT: A sharded training state.
         WEIGHTS: Weights only, for samplers.
-        DIRECTORY: Files with plain names, by any writer.
+        DIRECTORY: Files with plain names, written by any program.
     """
 
     CHECKPOINT = "checkpoint"
@@ -96,7 +96,7 @@ class Kind(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What became of a save."""
+    """The outcome of a save."""
 
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -121,8 +121,14 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class PartRef:
-    """A part of a save that another group of processes sealed: its name, its own id, the digest of
-    its manifest, and where it lies. hosts: of each domain in turn, for people who look for it.
+    """A part of a save that another group of processes sealed.
+
+    Attributes:
+        name: The name of the part.
+        save_id: The id of the part alone.
+        digest: The digest of the part's manifest.
+        domains: The domains that hold the part.
+        hosts: The hosts of each domain in turn, for people who look for the part.
     """
 
     name: Component
@@ -134,25 +140,26 @@ class PartRef:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The save is whole here. The same seal is appended in every listed domain.
+    """The save is complete here. The same seal is appended in every listed domain.
 
     Attributes:
         save_id: The id of the save.
         base: The generation that the save began under.
-        seq: Its place among the base's saves.
+        seq: Its place among the saves of that base.
         fenced: Whether its writer held the run.
         name: The checkpoint's name in the run.
         step: Completed optimizer steps; None where there is no number.
         artifact: A checkpoint, weights or a directory.
-        domains: Ids of the domains that hold it. Of one with ``parts`` the home alone, whose seal is the
-            decision; the same seal in another domain records that decision there.
+        domains: Ids of the domains that hold it. If it has ``parts``, this is the home alone: the
+            home's seal is the decision, and the same seal in another domain records that decision
+            there.
         digest: xxh3_128 of the immutable manifest.
-        references: save_ids with files that this one uses.
-        parts: What other groups of processes wrote of it.
-        failure: Saved by a run that was failing.
-        metrics: What the user gave of the model, for retention; not written when there are none.
-        origins: save_ids that wrote bytes which this one uses too; unlike references they may be deleted,
-            those bytes stay. Not written when there are none.
+        references: save_ids with files that this save uses.
+        parts: The parts that other groups of processes wrote.
+        failure: Whether it was saved by a run that was failing.
+        metrics: The user's numbers about the model, for retention; not written if there are none.
+        origins: save_ids that wrote bytes which this save uses too. Unlike references they may be
+            deleted, and those bytes stay. Not written if there are none.
     """
 
     save_id: Component
@@ -178,8 +185,10 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a save is whole here, in every listed domain the same entry. It commits nothing: only the
-    home's seal of the whole does, only the home's abort or delete releases it.
+    """One part of a save is complete here. The same entry is appended in every listed domain.
+
+    It commits nothing: only the home's seal of the whole does, and only the home's abort or delete
+    releases it.
 
     Attributes:
         save_id: The id of this part alone.
@@ -189,7 +198,7 @@ class Part:
         name: The name of the whole in the run.
         step: Completed optimizer steps; None where there is no number.
         home: The domain that decides.
-        home_host: Who reaches that.
+        home_host: A host that reaches the home.
         domains: Ids of the domains that hold the part.
         digest: xxh3_128 of this part's manifest.
     """
@@ -208,7 +217,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The save will not be sealed here; void after a seal. ``by``: the generation that aborts."""
+    """The save will not be sealed here. Void after a seal. ``by``: the generation that aborts."""
 
     save_id: Component
     by: Generation
@@ -216,7 +225,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A record of what all listed domains came to."""
+    """A record of the outcome that all listed domains reached."""
 
     save_id: Component
     outcome: Outcome
@@ -224,7 +233,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A new owner. The rest says who, for RunBusyError and for takeover."""
+    """A new owner. The other fields describe it, for RunBusyError and for takeover."""
 
     generation: Generation
     mode: FenceMode = FenceMode.RESUME
@@ -237,14 +246,17 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The owner of this generation left; the run is free."""
+    """The owner of this generation gave up the run, which is free now."""
 
     generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """The save is deleted, in whichever listed domain this lies. Bytes go later."""
+    """The save is deleted. Bytes are removed later.
+
+    The entry in any one of the save's listed domains is enough.
+    """
 
     save_id: Component
     by: Generation
@@ -253,9 +265,10 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The deleted save's bytes were removed in this domain, by the owner of generation ``by``.
+    """The owner of generation ``by`` removed the deleted save's bytes in this domain.
 
-    Until then a plain save does not get the name: its projection would run into the deletion.
+    Until then a plain save does not get the name, because its projection would collide with the
+    deletion.
     """
 
     save_id: Component
@@ -271,7 +284,10 @@ class Pin:
 
 
 class EncodedSave(str):
-    """A save of a snapshot, as JSON already: most of a long log never changes, and is encoded once."""
+    """A save of a snapshot that is JSON already.
+
+    Most of a long log never changes, so each save is encoded only once.
+    """
 
     __slots__ = ()
 
@@ -280,7 +296,7 @@ class EncodedSave(str):
 class Snapshot:
     """``state`` equals the fold of all entries below this entry's number (see fold.py).
 
-    In one that is to be written, items of ``state["saves"]`` may be ``EncodedSave``.
+    In a snapshot that is to be written, items of ``state["saves"]`` may be ``EncodedSave``.
     """
 
     state: Mapping[str, Any] = field(default_factory=dict)
@@ -301,10 +317,10 @@ class Entry:
     """One entry of the log.
 
     Attributes:
-        write_id: Of this one append, so that its writer finds it again after a lost answer.
-        body: What it says.
-        stamp: When, and by which process.
-        partial: A newer writer put fields into it that this version does not know.
+        write_id: The id of this append, by which its writer recognises the entry after a lost answer.
+        body: The content.
+        stamp: The time and the process.
+        partial: Whether a newer writer put fields into it that this version does not know.
     """
 
     write_id: str
@@ -327,15 +343,15 @@ _KINDS: dict[str, type] = {
 }
 _NAMES = {cls: name for name, cls in _KINDS.items()}
 _OMITTED_WHEN_EMPTY = ("metrics", "hosts", "origins")
-_SAVES = "\0saves"  # stands in a snapshot for what is put there as text; no word has a NUL
+_SAVES = "\0saves"  # placeholder for saves that are inserted as text; no word has a NUL
 _WORDS: dict[str, type[StrEnum]] = {"outcome": Outcome, "mode": FenceMode, "artifact": Kind}
 
 
 def encode_entry(entry: Entry) -> bytes:
-    """The bytes of ``entry``: JSON, sorted keys, one final newline.
+    """Return the bytes of ``entry``: JSON with sorted keys and one final newline.
 
     Args:
-        entry: What is to be written.
+        entry: The entry to write.
 
     Raises:
         TypeError: It is of a kind that this version does not know.
@@ -364,13 +380,13 @@ def _json(value: Any) -> str:
 
 
 def body_fields(body: Body) -> dict[str, Any]:
-    """A body's fields as JSON values."""
+    """Return a body's fields as JSON values."""
     return _fields(body)
 
 
 def _fields(value: Any) -> dict[str, Any]:
     values = {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    # Came after the format was frozen: bytes without it are what they always were.
+    # This field was added after the format was frozen: without it the bytes are the same as before.
     return {name: v for name, v in values.items() if name not in _OMITTED_WHEN_EMPTY or v}
 
 
@@ -384,7 +400,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Envelope:
-    """What every entry says, whatever its kind."""
+    """The fields that every entry has, whatever its kind."""
 
     kind: Word
     id: str
@@ -399,7 +415,7 @@ _SCHEMAS: dict[type, Schema[Any]] = {cls: Schema(cls) for cls in _KINDS.values()
 
 
 def decode_entry(data: bytes, where: str) -> Entry:
-    """The entry in ``data``.
+    """Return the entry in ``data``.
 
     Args:
         data: The bytes of one file of the log.
@@ -409,7 +425,8 @@ def decode_entry(data: bytes, where: str) -> Entry:
         ManifestError: It is no entry, is damaged, or is too long for its kind.
     """
     if len(data) > PLAIN_ENTRY_BYTES and kind_in(data) != _NAMES[Snapshot]:
-        # JSON takes up to 20 times its length in memory. A snapshot alone has a reason to be so long.
+        # JSON takes up to 20 times its length in memory. Only a snapshot has a reason to be so
+        # long.
         raise ManifestError(
             f"not a run log entry: it has {len(data)} bytes, and only a snapshot may have "
             f"more than {PLAIN_ENTRY_BYTES}",
@@ -438,8 +455,9 @@ def _names_of(cls: type) -> list[str]:
 
 
 def _has_unknown_word(cls: type, record: Mapping[str, Any]) -> bool:
-    """Whether a closed field has a word that this version does not know: the entry means something to a
-    newer one only.
+    """Whether a closed field has a word that this version does not know.
+
+    Such an entry means something only to a newer version.
     """
     return any(
         isinstance(word := record.get(name), str) and word not in [*kind]
@@ -449,5 +467,5 @@ def _has_unknown_word(cls: type, record: Mapping[str, Any]) -> bool:
 
 
 def encode_parts(parts: Sequence[PartRef]) -> list[dict[str, Any]]:
-    """References to parts as JSON values."""
+    """Return references to parts as JSON values."""
     return [_fields(part) for part in parts]

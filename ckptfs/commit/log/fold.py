@@ -1,10 +1,10 @@
-"""The fold: what a prefix of one domain's log means. Pure.
+"""The fold: the meaning of a prefix of one domain's log. Pure.
 
     LogState = fold(entry 0, entry 1, ..., entry n-1)
 
-Two rules carry everything else: a seal is void after an abort of the same save, and an abort is
-void after its seal, because the log orders them. All processes that folded the same prefix hold the
-same state; a snapshot entry is that state written down.
+Everything else rests on two rules: a seal is void after an abort of the same save, and an abort is
+void after its seal. The log orders them. All processes that folded the same prefix hold the same
+state; a snapshot entry contains that state.
 """
 
 from __future__ import annotations
@@ -58,9 +58,16 @@ class Overwrite:
 class LogState:
     """The fold of entries 0 .. next-1 of one domain's log.
 
-    fence: the newest fence; fence_at: its number. released: the newest fence's owner left.
-    foreign: something that this version does not know lies in the prefix (no snapshot may be written
-    then, it would lose that).
+    Attributes:
+        next: The number of the next entry.
+        fence: The newest fence.
+        fence_at: The number of that entry.
+        released: Whether the newest fence's owner gave up the run.
+        overwrites: The fences that took older saves out of the catalog.
+        foreign: Whether the prefix contains something that this version does not know. Then it must
+            not write a snapshot, which would lose that.
+        snapshot_at: The number of the newest snapshot, or -1.
+        saves: The saves in this log.
     """
 
     next: int = 0
@@ -74,31 +81,31 @@ class LogState:
 
     @property
     def generation(self) -> Generation:
-        """The newest generation that this log knows."""
+        """The newest generation in this log."""
         return self.fence.generation
 
     def to_send(self, ids: Collection[str] = ()) -> LogState:
-        """What another rank needs of it to decide: what lives here, the wholes of the parts that do, and the
-        saves of ``ids``.
+        """Return what another rank needs to decide: less than the whole state.
 
-        Of several domains a save may be settled in one and living in another: see ``unsent``.
+        These are the living saves, the wholes of the living parts, and the saves of ``ids``. With
+        several domains a save may be settled in one and living in another: see ``unsent``.
         """
         return replace(self, saves=self.saves.to_send(ids))
 
     def save(self, save_id: str) -> SaveState:
-        """The state of a save; an empty one if the log never heard of it."""
+        """Return the state of a save, or an empty one if the log has no entry of it."""
         return self.saves.get(save_id) or SaveState(save_id)
 
 
 def fold_entry(state: LogState, body: Body) -> LogState:
-    """The state after entry number ``state.next``, whose body this is."""
+    """Return the state after entry number ``state.next``, which has this body."""
     return fold_entries(state, [body])
 
 
 def fold_entries(state: LogState, bodies: Iterable[Body]) -> LogState:
-    """The state after these entries, the first of which is number ``state.next``.
+    """Return the state after these entries. The first of them has number ``state.next``.
 
-    One call for many is cheaper than many calls: what is known is copied once.
+    One call for many entries is cheaper than many calls, because the known saves are copied once.
     """
     draft, after, end = Draft(state.saves), state, state.next
     for here, body in enumerate(bodies, state.next):
@@ -115,7 +122,7 @@ def fold_entries(state: LogState, bodies: Iterable[Body]) -> LogState:
 
 
 def _fold_run(state: LogState, body: Fence | Release | Snapshot | Foreign, here: int) -> LogState:
-    """What an entry says of the run as a whole."""
+    """Fold an entry that concerns the run as a whole."""
     match body:
         case Fence(generation=generation) if generation > state.generation:
             overwrites = state.overwrites
@@ -161,7 +168,11 @@ _SNAPSHOT_FIELDS = frozenset({"fence", "fence_at", "released", "overwrites", "sa
 
 
 def snapshot_of(state: LogState) -> Snapshot:
-    """The snapshot entry to append as number ``state.next``; never with foreign entries below."""
+    """Return the snapshot entry to append as number ``state.next``.
+
+    Raises:
+        ValueError: There are foreign entries below it.
+    """
     if state.foreign:
         raise ValueError("a version that met a foreign entry must not write a snapshot")
     return Snapshot(
@@ -176,10 +187,11 @@ def snapshot_of(state: LogState) -> Snapshot:
 
 
 def state_from_snapshot(number: int, snapshot: Snapshot) -> LogState:
-    """The state after a snapshot entry that lies at ``number``, without the entries below it.
+    """Return the state after the snapshot entry ``number``, without the entries below it.
 
-    ManifestError: this version cannot read it. A newer one wrote a word that this one does not know, or
-    the entry was damaged; the entries below it still say the same.
+    Raises:
+        ManifestError: This version cannot read it. A newer one wrote a word that this one does not
+            know, or the entry was damaged. The entries below it still have the same content.
     """
     try:
         return _state_from(number, snapshot.state)
@@ -189,7 +201,7 @@ def state_from_snapshot(number: int, snapshot: Snapshot) -> LogState:
 
 @dataclass(frozen=True, slots=True)
 class _SnapshotState:
-    """What a snapshot says. Its saves are decoded one by one."""
+    """The fields of a snapshot. Its saves are decoded one by one."""
 
     fence: Fence
     fence_at: Number
@@ -202,10 +214,10 @@ _SNAPSHOT = Schema(_SnapshotState)
 
 
 def _state_from(number: int, raw: Mapping[str, Any]) -> LogState:
-    """The state that a snapshot's fields say; SchemaError where they are none."""
+    """Return the state that a snapshot's fields contain. SchemaError if they are no state."""
     told = _SNAPSHOT.convert(raw)
     fields = {*SaveState.__dataclass_fields__}
-    # A newer version's snapshot tells more than is read here: it must not be summed up again.
+    # A newer version's snapshot has more than is read here, so this version must not write another from it.
     newer = not _SNAPSHOT_FIELDS.issuperset(raw) or any(
         not fields.issuperset(save) for save in told.saves
     )

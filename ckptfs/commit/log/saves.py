@@ -1,12 +1,12 @@
-"""All saves of one log, arranged so that the work depends on those that still matter. Pure.
+"""All saves of one log, arranged so that the work depends on the saves that still matter. Pure.
 
     living     may still be loaded, replaced, deleted, referred to, or decided
     settled    can no longer change a decision: its bytes are gone, or it was aborted before it was sealed.
                A set of short texts, found by id or by name, and never walked in a save, a claim or a load
 
-A run of many thousand saves with retention has a few living ones. Every decision walks ``living``, and
-looks up a settled save if something names it (a copy of a deleted save that was put back, an attempt
-that wakes up). A mapping of both kinds; each version is a value, and shares what did not change.
+A run of many thousand saves with retention has a few living saves. Every decision walks ``living``, and looks
+up a settled save if something names it (a copy of a deleted save that was put back, an attempt that wakes up).
+``Saves`` is a mapping of both kinds; it is immutable, and a new version shares what did not change.
 """
 
 from __future__ import annotations
@@ -31,15 +31,24 @@ __all__ = ["Draft", "Rank", "SaveState", "Saves", "Settled", "rank_of"]
 V = TypeVar("V")
 
 NOT_SEALED = -1  # below the number of every entry
-LAST_ENDED = 256  # ids kept in order for whoever does not read this log: see HomeWord
+LAST_ENDED = 256  # ids kept in order for processes that do not read this log: see HomeWord
 
 
 @dataclass(frozen=True, slots=True)
 class SaveState:
-    """What one domain's log says about one save.
+    """The state of one save in one domain's log.
 
-    sealed_at: number of the effective seal. aborted: there is an effective abort. deleted: its bytes are
-    being removed; gone: they are removed. part: the save is a part of another, and whole here.
+    Attributes:
+        save_id: The id of the save.
+        seal: Its effective seal, or None.
+        sealed_at: The number of that entry.
+        aborted: Whether there is an effective abort.
+        decided: The recorded outcome, or None.
+        deleted: Whether there is a delete: its bytes are being removed.
+        gone: Whether its bytes are removed.
+        pinned: Whether retention leaves it alone.
+        part: The entry of a part that is complete here, if the save is a part of another; else
+            None.
     """
 
     save_id: Component
@@ -57,7 +66,10 @@ _SAVE = Schema(SaveState)
 
 
 class Rank(NamedTuple):
-    """The place of a save among all of its log: the generation that it began under, then where it was sealed."""
+    """The place of a save among all saves of its log.
+
+    Saves are ordered by the generation that they began under, then by where they were sealed.
+    """
 
     base: Generation
     seq: int
@@ -66,7 +78,7 @@ class Rank(NamedTuple):
 
 
 def rank_of(save: SaveState) -> Rank | None:
-    """The rank of a sealed save; None before its seal."""
+    """Return the rank of a sealed save, or None before its seal."""
     if save.seal is None or save.sealed_at is None:
         return None
     return Rank(save.seal.base, save.seal.seq, not save.seal.fenced, save.sealed_at)
@@ -76,7 +88,7 @@ def rank_of(save: SaveState) -> Rank | None:
 
 
 def save_fields(save: SaveState) -> dict[str, Any]:
-    """One save of a snapshot as JSON values."""
+    """Return one save of a snapshot as JSON values."""
     return {
         "save_id": save.save_id,
         "seal": None if save.seal is None else body_fields(save.seal),
@@ -90,7 +102,7 @@ def save_fields(save: SaveState) -> dict[str, Any]:
 
 
 def save_from(raw: Any) -> SaveState:
-    """One save of a snapshot; SchemaError where it is none."""
+    """Decode one save of a snapshot. SchemaError if it is none."""
     save = _SAVE.convert(raw)
     if not raw.keys() >= _ALWAYS:
         raise SchemaError(f"a save of a snapshot says nothing of {min(_ALWAYS - raw.keys())}")
@@ -100,7 +112,7 @@ def save_from(raw: Any) -> SaveState:
 _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 _IN_ALL_SAVES = [field.name for field in fields(SaveState) if field.name != "part"]
-_ALWAYS = frozenset(_IN_ALL_SAVES)  # "not deleted" is said, and never concluded from silence
+_ALWAYS = frozenset(_IN_ALL_SAVES)  # a missing field never means "not deleted"
 _IN_ALL_SEALS = {
     *("base", "domains", "references", "parts"),
     *("save_id", "seq", "fenced", "name", "step", "artifact", "digest", "failure"),
@@ -109,8 +121,10 @@ _IN_SOME_SEALS = {"metrics", "origins"}
 
 
 def _is_plainly_gone(save: SaveState, raw: Mapping[str, Any]) -> bool:
-    """Whether a record of a snapshot can be kept as it is: the bytes of the save are gone, and it has the fields
-    that this version writes, as this version writes them.
+    """Whether a record of a snapshot can be kept as it is.
+
+    The bytes of the save must be gone, and the record must have exactly the fields that this
+    version writes.
     """
     if save.seal is None or save.sealed_at is None or save.part is not None or save.seal.parts:
         return False
@@ -129,9 +143,9 @@ def _is_plainly_gone(save: SaveState, raw: Mapping[str, Any]) -> bool:
 
 
 class Layers(Generic[V]):
-    """A mapping that grows: adding one item copies a logarithm of it, on average.
+    """A mapping in which adding one item copies only a logarithm of it, on average.
 
-    Layers of halving size; the last one is the newest. Never changed once made.
+    It consists of layers of halving size; the last one is the newest. Immutable.
     """
 
     __slots__ = ("_layers",)
@@ -140,14 +154,14 @@ class Layers(Generic[V]):
         self._layers = layers
 
     def get(self, key: str) -> V | None:
-        """The value of a key; None where there is none."""
+        """Return the value of a key, or None."""
         for layer in reversed(self._layers):
             if key in layer:
                 return layer[key]
         return None
 
     def with_items(self, items: Mapping[str, V]) -> Layers[V]:
-        """The same mapping with these items; the value of a known key is replaced."""
+        """Return the mapping with these items. They replace the values of known keys."""
         if not items:
             return self
         *layers, last = [*self._layers, dict(items)]
@@ -156,7 +170,7 @@ class Layers(Generic[V]):
         return Layers((*layers, last))
 
     def __iter__(self) -> Iterator[str]:
-        """Every key once, the oldest first."""
+        """Yield every key once, the oldest first."""
         seen: set[str] = set()
         for layer in self._layers:
             yield from (key for key in layer if key not in seen)
@@ -165,20 +179,25 @@ class Layers(Generic[V]):
 
 
 class _Record(NamedTuple):
-    """What a snapshot says of one save, and the place in the log that it is written by."""
+    """The record of one save in a snapshot, and the place in the log by which it is ordered."""
 
     sealed_at: int
     record: EncodedSave | dict[str, Any]
 
 
 class Settled(NamedTuple):
-    """The settled saves. texts: of each, by its id, what a snapshot says. parts: of each that is a part,
-    the number of the entry that sealed it.
+    """The settled saves.
 
-    names: of each name, the id with the greatest rank. others: of that id and of each that follows, the
-    next one of the same name. bases: the generations that a settled save was committed under. highest:
-    the greatest (base, seq) of a save by a holder of the run. aborted, deleted: the last ones that other domains
-    may have to learn of.
+    Attributes:
+        texts: The record of each save in a snapshot, by its id.
+        names: The id with the greatest rank, for each name.
+        others: The next id of the same name, for each id that has one.
+        bases: The generations that a settled save was committed under.
+        highest: The greatest (base, seq) of a save by a holder of the run.
+        size: The number of settled saves.
+        aborted: The last aborted saves that other domains may need to know of.
+        deleted: The last deleted saves that other domains may need to know of.
+        parts: The number of the sealing entry, for each save that is a part.
     """
 
     texts: Layers[EncodedSave] = Layers()
@@ -192,26 +211,26 @@ class Settled(NamedTuple):
     parts: Layers[int] = Layers()
 
     def get(self, save_id: str) -> SaveState | None:
-        """What was known of a save when it was settled."""
+        """Return the state of a save when it was settled."""
         text = self.texts.get(save_id)
         return None if text is None else save_from(parse(text))
 
     def knows_name(self, name: str) -> bool:
-        """Whether one of them has that name."""
+        """Whether one of them has this name."""
         return self.names.get(name) is not None
 
     def was_base(self, generation: Generation) -> bool:
-        """Whether one of them was committed under that generation."""
+        """Whether one of them was committed under this generation."""
         return self.bases.get(_key_of(generation)) is not None
 
     def newest_of(self, name: str) -> Seal | None:
-        """The seal with the greatest rank of a name."""
+        """Return the seal with the greatest rank of a name."""
         save_id = self.names.get(name)
         found = None if save_id is None else self.get(save_id)
         return None if found is None else found.seal
 
     def ids_of(self, name: str) -> Iterator[str]:
-        """The ids of a name, the one with the greatest rank first."""
+        """Yield the ids of a name, the one with the greatest rank first."""
         save_id = self.names.get(name)
         while save_id is not None:
             yield save_id
@@ -221,8 +240,10 @@ class Settled(NamedTuple):
 class Saves(Mapping[str, SaveState]):
     """Every save of a log, by its id; settled ones first, each kind oldest first.
 
-    living: those that decisions walk. settled: the others. waiting: living ones that are to be settled
-    as soon as they say nothing of others.
+    Attributes:
+        living: The saves that decisions walk.
+        settled: The others.
+        waiting: Living saves that are to be settled as soon as they decide nothing about others.
     """
 
     __slots__ = ("living", "settled", "waiting")
@@ -239,7 +260,7 @@ class Saves(Mapping[str, SaveState]):
 
     @classmethod
     def of(cls, saves: Iterable[SaveState]) -> Saves:
-        """These saves, in this order."""
+        """Make a value of these saves, in this order."""
         draft = Draft(cls())
         for save in saves:
             draft.put(save)
@@ -247,18 +268,19 @@ class Saves(Mapping[str, SaveState]):
 
     @classmethod
     def read(cls, records: Iterable[Mapping[str, Any]]) -> Saves:
-        """The saves of a snapshot; SchemaError where one of them is none."""
+        """Read the saves of a snapshot. SchemaError if one of them is none."""
         draft = Draft(cls())
         for raw in records:
             draft.put_record(raw)
         return draft.saves()
 
     def to_send(self, ids: Collection[str] = ()) -> Saves:
-        """The living ones and the wholes of their parts, those of ``ids``, and what the others say
-        together: enough to decide about a new save. For sending to another rank: any other settled save
-        is unknown there.
+        """Return what another rank needs to decide about a new save.
+
+        These are the living saves and the wholes of their parts, the saves of ``ids``, and the sums
+        over the other settled saves, which are unknown to that rank.
         """
-        # Without its whole a part of what was given up would be in doubt: see _may_settle.
+        # Without its whole, a part of a save that was given up would be in doubt: see _may_settle.
         wholes = (save.part.of for save in self.living.values() if save.part is not None)
         wanted = dict.fromkeys([*ids, *wholes])
         asked = {save_id: save for save_id in wanted if (save := self.settled.get(save_id))}
@@ -266,7 +288,7 @@ class Saves(Mapping[str, SaveState]):
         return Saves({**asked, **self.living}, kept, self.waiting)
 
     def mapped(self, change: Callable[[SaveState], SaveState]) -> Saves:
-        """The same saves, the living ones as equal values that ``change`` returns."""
+        """Return the same saves, with equal values from ``change`` in place of the living ones."""
         living = {save_id: change(save) for save_id, save in self.living.items()}
         return Saves(living, self.settled, self.waiting)
 
@@ -277,10 +299,11 @@ class Saves(Mapping[str, SaveState]):
         )
 
     def records(self) -> list[EncodedSave | dict[str, Any]]:
-        """What a snapshot says of each save; the text of a settled one is made once in its life.
+        """Return the record of each save for a snapshot. That of a settled save is made only once.
 
-        Settled saves come first, then the living ones in their order, with all parts among them where
-        they were sealed: a snapshot must not depend on whether its writer had settled the parts.
+        Settled saves come first, then the living ones in their order, with all parts among them
+        where they were sealed: a snapshot must not depend on whether its writer had settled the
+        parts.
         """
         texts, parts = self.settled.texts, self.settled.parts
         first, rest = list[EncodedSave | dict[str, Any]](), list[_Record]()
@@ -295,18 +318,18 @@ class Saves(Mapping[str, SaveState]):
                 rest.append(_Record(sealed_at, text))
         before = NOT_SEALED
         for save in self.living.values():
-            # The living ones keep their order: that of the entries that spoke of them first.
+            # The living ones keep their order: that of the first entry of each.
             before = before if save.sealed_at is None else max(before, save.sealed_at)
             rest.append(_Record(before, save_fields(save)))
         return [*first, *(one.record for one in sorted(rest, key=lambda one: one.sealed_at))]
 
     def names(self) -> set[str]:
-        """The names of all that was ever sealed here."""
+        """Return the names of all saves that were ever sealed here."""
         lives = (save.seal.name for save in self.living.values() if save.seal is not None)
         return {*self.settled.names, *lives}
 
     def of_name(self, name: str) -> Iterator[SaveState]:
-        """All that was ever sealed here under a name."""
+        """Yield all saves that were ever sealed here under a name."""
         for save in self.living.values():
             if save.seal is not None and save.seal.name == name:
                 yield save
@@ -334,7 +357,10 @@ class Saves(Mapping[str, SaveState]):
         return self.settled.size + len(self.living)
 
     def __eq__(self, other: object) -> bool:
-        """Equal when the saves are: which of them were settled yet says nothing about the log."""
+        """Compare the saves.
+
+        Which of them are settled does not matter, because it says nothing about the log.
+        """
         if not isinstance(other, Mapping):
             return NotImplemented
         return len(self) == len(other) and all(other.get(key) == self[key] for key in self)
@@ -355,8 +381,8 @@ def _key_of(generation: Generation) -> str:
 def _may_settle(save: SaveState) -> bool:
     """Whether a save can be settled, as far as that depends on itself alone.
 
-    A part is settled with its whole, once the bytes of the whole are gone. If the whole was given up, its parts
-    stay living, because the process that removes their leftovers walks them.
+    A part is settled with its whole, once the bytes of the whole are gone. If the whole was given
+    up, its parts stay living, because the process that removes their leftovers walks them.
     """
     if save.pinned or save.part is not None or save.decided is Outcome.ABORTED:
         return False
@@ -366,8 +392,15 @@ def _may_settle(save: SaveState) -> bool:
 
 
 class _Ended(NamedTuple):
-    """A save that may be settled. name, rank: of a sealed one. text: where a snapshot had it, behind so
-    many living ones.
+    """A save that may be settled.
+
+    Attributes:
+        save_id: The id of the save.
+        name: The name of a sealed save.
+        rank: The rank of a sealed save.
+        is_elsewhere: Whether other domains hold it too.
+        text: Its record, if it comes from a snapshot.
+        behind: How many living saves came before that record in the snapshot.
     """
 
     save_id: str
@@ -392,7 +425,7 @@ class _Open(NamedTuple):
 
 
 class Draft:
-    """The saves while entries are folded into them: the one place where they change.
+    """The mutable saves while entries are folded into them.
 
     draft = Draft(state.saves); draft.put(changed); draft.saves()
     """
@@ -403,10 +436,10 @@ class Draft:
         self._records: dict[str, _Ended] = {}
         self._settled = base.settled
         self._waiting = dict.fromkeys(base.waiting)
-        self._erased: set[str] = set()  # ids of those whose bytes went: they may have parts
+        self._erased: set[str] = set()  # ids of saves with removed bytes: they may have parts
 
     def get(self, save_id: str) -> SaveState:
-        """What is known of a save; an empty state if nothing is."""
+        """Return the state of a save, or an empty state if it is unknown."""
         living = self._base.living if self._living is None else self._living
         found = living.get(save_id)
         if found is None and (record := self._records.get(save_id)) is not None:
@@ -414,7 +447,7 @@ class Draft:
         return found or self._settled.get(save_id) or SaveState(save_id)
 
     def put(self, save: SaveState) -> None:
-        """Replace what is known of a save."""
+        """Replace the state of a save."""
         if self._living is None:
             self._living = dict(self._base.living)
         self._records.pop(save.save_id, None)
@@ -424,7 +457,7 @@ class Draft:
                 texts = self._settled.texts.with_items({save.save_id: text})
                 self._settled = self._settled._replace(texts=texts)
                 return
-            # It matters again: a pin came after its bytes went.
+            # It matters again: a pin came after its bytes were removed.
             self._settled = self._settled._replace(size=self._settled.size - 1)
         self._living[save.save_id] = save
         if _may_settle(save):
@@ -436,7 +469,7 @@ class Draft:
             self._erased.add(whole.save_id)
 
     def put_record(self, raw: Mapping[str, Any]) -> None:
-        """Put one save of a snapshot; SchemaError where it is none."""
+        """Put one save of a snapshot. SchemaError if it is none."""
         save = save_from(raw)
         save_id, seal, rank = save.save_id, save.seal, rank_of(save)
         is_known = save_id in self._records or save_id in (self._living or ())
@@ -451,7 +484,7 @@ class Draft:
         )
 
     def saves(self) -> Saves:
-        """The value, with everything settled that does not matter any more."""
+        """Return the immutable saves, with everything settled that does not matter any more."""
         if self._living is None:
             return self._base
         if self._waiting or self._records or self._erased:
@@ -459,10 +492,11 @@ class Draft:
         return Saves(self._living, self._settled, tuple(self._waiting))
 
     def _settle(self, living: dict[str, SaveState]) -> None:
-        """Settle what waits for it, but for what still says something of others.
+        """Settle the waiting saves, except those that still decide something about others.
 
-        The last commit stays: a replaced save is settled one commit after its successor. A save also stays if an
-        older save of its name has bytes: it says that the older one is not the newest of its name.
+        The last commit stays: a replaced save is settled one commit after its successor. A save
+        also stays if an older save of its name has bytes: it shows that the older one is not the
+        newest of its name.
         """
         ranks = {save_id: rank for save_id, save in living.items() if (rank := rank_of(save))}
         records = self._records.items()
@@ -492,7 +526,7 @@ class Draft:
         ended = [one for save_id in self._waiting if not stays(one := _ended(living[save_id]))]
         ended += [record for _, record in records if not stays(record)]
         self._take_in(living, [record for _, record in records if stays(record)])
-        # What became of a part is what became of its whole.
+        # The outcome of a part is that of its whole.
         ended += [
             _Ended(save_id)
             for save_id, save in living.items()
@@ -516,7 +550,7 @@ class Draft:
 
 
 def _with_ended(known: Settled, ended: list[_Ended], living: Mapping[str, SaveState]) -> Settled:
-    """The settled saves with these."""
+    """Return the settled saves with these added."""
     if not ended:
         return known
     texts, parts, bases = dict[str, EncodedSave](), dict[str, int](), dict[str, bool]()
@@ -567,7 +601,7 @@ def _with_ended(known: Settled, ended: list[_Ended], living: Mapping[str, SaveSt
 
 
 def _top_of(known: Settled, name: str) -> _Ended | None:
-    """The settled save of a name with the greatest rank."""
+    """Return the settled save of a name with the greatest rank."""
     save_id = known.names.get(name)
     found = None if save_id is None else known.get(save_id)
     return None if found is None else _ended(found)

@@ -1,12 +1,12 @@
-"""A run's chores: deletes and sweeps that training must not wait for, one after another in a thread.
+"""The background tasks ("chores") of a run: deletes and sweeps, one after another in a thread.
 
     background.submit("clearing step_100", chore)      returns at once
-    background.drain(timeout_s)                        waits for what was submitted so far
-    background.close(timeout_s)                        waits for what is under way, drops the rest
+    background.drain(timeout_s)                        waits for all chores submitted so far
+    background.close(timeout_s)                        finishes the submitted chores, then ends
 
-A chore that fails is logged and does not end the thread; what it left undone is in the run log, so
-the next chore of its kind, or the next owner of the run, does it again. Nothing that decides over a
-commit ever runs here.
+So training does not wait for them. If a chore fails, this is logged and the thread continues. The run log shows
+what is left to do, so the next chore of its kind, or the next owner of the run, does it again. Nothing that
+decides whether a save is committed ever runs here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONGEST_REST_S = 3600.0
 class Background:
     """One daemon thread, started by the first chore. Any thread may submit.
 
-    stopped: set when a close gave up waiting; chores look at it between two operations.
+    stopped: Set when a close gave up waiting. Chores check it between two operations.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,8 +49,10 @@ class Background:
         self.stopped = threading.Event()
 
     def submit(self, what: str, chore: Chore) -> None:
-        """Do it after those submitted before; dropped, with a line in the log, once closed, and
-        while the store refuses what chores do.
+        """Run a chore after those that were submitted before.
+
+        After a close, and while the store refuses what chores do, the chore is dropped with a line
+        in the log.
         """
         with self._lock:
             if self._closed:
@@ -67,11 +69,11 @@ class Background:
                 self._thread.start()
 
     def end_with(self, owner: object) -> None:
-        """Have the thread end when ``owner``, who submits, was collected without a close."""
+        """End the thread when ``owner``, which submits, is garbage-collected without a close."""
         weakref.finalize(owner, self._chores.put, None).atexit = False
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for what was submitted so far, for up to ``timeout_s``; whether all of it is done."""
+        """Wait up to ``timeout_s`` for all chores submitted so far. Returns whether all ended."""
         done = threading.Event()
         with self._lock:
             if self._closed or self._thread is None:
@@ -80,7 +82,10 @@ class Background:
         return done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish what was submitted, for up to ``timeout_s``; whether all was done. Harmless twice."""
+        """Finish the submitted chores for up to ``timeout_s``. Returns whether all ended.
+
+        Calling it twice is harmless.
+        """
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -113,11 +118,14 @@ class Background:
                 logger.exception("%s failed; it is tried again later", what)
             else:
                 self._rest_s = 0.0
-            # Idle, this thread keeps nothing alive: not the run that a chore was for.
+            # An idle thread keeps nothing alive, in particular not the run that a chore was for.
             del task, what, chore
 
     def _rest(self, what: str, error: AccessError) -> None:
-        """Credentials or a lock forbid it: reported once, and tried less and less often."""
+        """Pause after credentials or a lock forbade a chore.
+
+        This is reported once. Each pause is longer than the one before.
+        """
         level = logging.INFO if self._rest_s else logging.WARNING
         self._rest_s = min(max(_FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
         self._rest_until = self._clock() + self._rest_s

@@ -1,14 +1,14 @@
 """Claiming a run: ``prepare_run`` fences every older writer, then recovers what they left.
 
-    survey    every owner folds its log              -> who holds the run? free, mine, or to be watched
-    watch     every owner watches its lease          -> it moved: RunBusyError; it stood still: free;
-                                                        it moves for another call: survey again
-    fence     every owner appends fence(generation)  -> another one came first: undo, survey again
-    report    what is in every domain                -> one plan for all
+    survey    every owner folds its log              -> the run is free, ours, or must be watched
+    watch     every owner watches its lease          -> it changed: RunBusyError; it did not: free;
+                                                        it changes for another call: survey again
+    fence     every owner appends fence(generation)  -> another fence came first: undo, survey again
+    report    what is in every domain                -> one plan for all domains
     settle    abort, record, project, wipe
     token     every rank reads the new fence through its own path
 
-From the fence on an older generation cannot append, hence cannot commit or delete. ``overwrite``
+After the fence, an older generation cannot append, and therefore cannot commit or delete. ``overwrite``
 moves nothing: it is a flag in the fence.
 """
 
@@ -75,37 +75,40 @@ __all__ = ["Mode", "Takeover", "claim"]
 logger = logging.getLogger("ckptfs.commit")
 
 _LOOKS = 20  # 0.05 s apart: an NFSv3 client is fresh after one tick of the server
-ORPHAN_S = 7 * 24 * 3600.0  # 7 days: an upload in parts that began so long ago is nobody's any more
+ORPHAN_S = 7 * 24 * 3600.0  # 7 days: the writer of an older multipart upload is dead
 _Refusal = SymlinkError | ManifestError
 LEFT_S = 60.0  # how long a claim waits for an earlier one of its process that is being released
-GIVE_BACK_S = 5.0  # and a claim that failed tries to release its fence
-# A call that waits for another one watches its lease so long between two looks at the log, and twice as
-# long each time, up to the second number.
+GIVE_BACK_S = 5.0  # how long a failed claim tries to release its fence
+# A call that waits for another one watches its lease for this long between two reads of the log,
+# and twice as long each time, up to the second number.
 LOOK_S = 0.25
 LONGEST_LOOK_S = 2.0
-TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
+TRIES = 16  # newcomers that race for one number: each loss means that another one got it
 
 
 class Mode(ArgumentChoice, parameter="mode"):
-    """What to do about the checkpoints that are there."""
+    """What to do about existing checkpoints."""
 
     RESUME = "resume"
-    OVERWRITE = "overwrite"  # they leave the catalog now and go after the first commit
+    OVERWRITE = "overwrite"  # they leave the catalog now and are deleted after the first commit
     FAIL = "fail"  # CommitConflictError when there are any
 
 
 class Takeover(ArgumentChoice, parameter="takeover"):
     """What to do about an owner that did not release the run."""
 
-    AUTO = "auto"  # the same job, a dead process of this node, or a lease that stands still
+    AUTO = "auto"  # the same job, a dead process of this node, or a lease that does not change
     NEVER = "never"
     FORCE = "force"
-    DEAD = "dead"  # as AUTO, but the same job is no reason: for what is run beside a job
+    DEAD = "dead"  # as AUTO, but the same job is no reason: for a process that runs next to a job
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What one owner saw of its lease. is_of_call: it moved, and says that its run is held for one call."""
+    """What one owner saw of its lease.
+
+    is_of_call: The lease changed, and says that the run is held for one call.
+    """
 
     pulse: Pulse
     is_of_call: bool
@@ -114,7 +117,7 @@ class _Look:
 @dataclass(frozen=True, slots=True)
 class _Survey:
     number: int
-    fence: Fence | None  # whom to watch
+    fence: Fence | None  # the owner to watch
     last: Seal | None
 
 
@@ -135,19 +138,33 @@ def claim(
     keep: Collection[str] = (),
     caller: Caller | None = None,
 ) -> Run:
-    """Collective. Take the run; returns on every rank with the same generation.
+    """Take the run. Returns on every rank with the same generation. Collective.
 
-    RunBusyError: a living owner holds it (who, and its last commit, are in the message); nothing
-    was written but the log's directories. CommitConflictError: mode FAIL, and checkpoints are there.
-    CollectiveError that is a FencedError: a newer owner took the run while this one recovered it.
-    After another error the fence is released again, so that no process has to wait for it. After a crash in
-    it the next claim does the same again.
+    After an error other than those below, the fence is released again, so that no process has to
+    wait for it. After a crash during the claim, the next claim does the same again.
 
-    defer_deletes: leave the bytes of deleted saves to a ``Retirer``, which gives readers their time;
-    they are in ``seat.spared``. keep: save_ids that this process is about to seal itself; what began
-    before the fence is otherwise aborted. caller: who asks, for the message that names this process as
-    the owner; with its wait_s it waits so long for others that hold the run for one call, and is
-    RunBusyError at once where the owner lives beyond that.
+    Args:
+        seat: The session at the run.
+        mode: What to do about existing checkpoints.
+        takeover: From which owners the run may be taken over.
+        times: The times of the lease.
+        defer_deletes: Leave the bytes of deleted saves to a ``Retirer``, which gives readers their
+            time. Their ids are in ``seat.spared``.
+        keep: save_ids that this process is about to seal itself. All other saves that began before
+            the fence are aborted.
+        caller: The call that claims, for messages that name this process as the owner. The claim
+            waits up to its wait_s for others that hold the run for one call. If the owner holds the
+            run for longer, RunBusyError is raised at once.
+
+    Returns:
+        The held run.
+
+    Raises:
+        RunBusyError: A living owner holds the run; the message names it and its last commit.
+            Nothing was written but the log's directories.
+        CommitConflictError: The mode is FAIL, and there are checkpoints.
+        CollectiveError: It is also a FencedError if a newer owner took the run while this one
+            recovered it.
     """
     claimant = _Claimant(seat, mode, takeover, times, defer_deletes=defer_deletes, keep=keep)
     claimant.caller = caller or Caller()
@@ -172,16 +189,16 @@ class _Claimant:
         self._domain = seat.placement.mine.id
         self._ids = fresh_ids()
         self._stamp = seat.stamp()
-        self._judged = GENESIS  # the fence that stood in this domain when its owner was judged
+        self._judged = GENESIS  # the newest fence of this domain when its owner was judged
         self._surveyed = False
         self._fenced: Appended | None = None
-        self._until = math.inf  # the coordinator's, of a call that waits
+        self._until = math.inf  # the coordinator's; for a call that waits
         self.caller = Caller()
 
     def claim(self) -> Run:
         control = self._seat.control
         self._until = time.monotonic() + self.caller.wait_s
-        # Of many calls that wait for their turn each may lose it to all others.
+        # If many calls wait for their turn, each may lose it to all others.
         for tries in itertools.count():
             number = self._until_free()
             fence = control.step("number", lambda: None, lambda _: self._new_fence(number, tries))  # noqa: B023
@@ -192,12 +209,12 @@ class _Claimant:
                     continue
                 return self._recover(fence.generation)
             except CollectiveError:
-                # A FencedError of the recovery as well: there the newer owner may live for long.
+                # Also for a FencedError of the recovery: the newer owner may hold the run for long.
                 self._let_go(fence.generation)
                 raise
             except FencedError:
-                # Only a prepare_run that has not returned may fence again, higher. Whoever came after
-                # it may have returned: that it is of the same job, or force, is no reason to rob it.
+                # Only a prepare_run that has not returned may fence again, higher. A process that came after
+                # it may have returned: neither the same job nor force is a reason to take the run from it.
                 if self._takeover is not Takeover.NEVER:
                     self._takeover = Takeover.DEAD
                 continue
@@ -208,11 +225,11 @@ class _Claimant:
 
     @property
     def _waits(self) -> bool:
-        """Whether it is worth to wait for another call."""
+        """Whether this claim waits for other calls that hold the run."""
         return self.caller.wait_s > 0
 
     def _until_free(self) -> int:
-        """Collective. The number of the current fence, once its owner left or is gone."""
+        """Return the number of the current fence, once its owner left or is gone. Collective."""
         control, look_s = self._seat.control, LOOK_S
         watch = Watch(self._seat.storage, self._times)
         watched: Fence | None = None
@@ -237,7 +254,7 @@ class _Claimant:
             look = catch_up_again(self._known) if again else survey()
             state = drive(look, self._seat.storage)
         except (SymlinkError, ManifestError) as error:
-            # A value, so that it is raised as its type: somebody has to look, and nothing is fenced.
+            # A value, so that it is raised as its type: a person has to look, and nothing is fenced.
             error.uri = error.uri or str(self._seat.storage.root)
             return error
         self._seat.known.learn(state)
@@ -271,15 +288,17 @@ class _Claimant:
             return _Survey(number, None, last)
         if self._takeover is Takeover.NEVER:
             raise self._busy(claims[0], last, waited=False)
-        # A process of this very node whose pid is gone needs no waiting for its lease.
+        # If the process ran on this node and its pid is gone, there is no need to wait for its lease.
         perhaps = [fence for fence in claims if fence.node != me.node or alive_here(fence)]
         if not perhaps:
             return _Survey(number, None, last)
         return _Survey(number, perhaps[0], last)
 
     def _watch(self, found: _Survey, watch: Watch, look_s: float) -> bool:
-        """Whether to look at the log again; False: the leases of all domains stand still. RunBusyError on
-        every rank where one of them moves, unless it does for a call and there is time to wait for that.
+        """Whether to survey the log again; False if the leases of all domains stopped changing.
+
+        Raises RunBusyError on every rank if one of them changes, unless it is held for one call and
+        there is time to wait for the end of that call.
         """
         waits = self._waits
 
@@ -304,7 +323,7 @@ class _Claimant:
         return self._seat.control.step("watch", local, decide)
 
     def _own(self, fence: Fence) -> Ownership | None:
-        """What this process knows of that fence, where it is its own."""
+        """Return this process's own claim with that fence, or None if it has none."""
         me = who_am_i(self._seat.control.world)
         return (
             ownership_of(fence.generation) if (fence.node, fence.job) == (me.node, me.job) else None
@@ -354,7 +373,7 @@ class _Claimant:
         return Fence(generation, mode, me.host, me.pid, me.job, me.node, me.started)
 
     def _fence(self, fence: Fence) -> int | None:
-        """Append the fence here; if another one came first, return its number instead."""
+        """Append the fence here; if another fence came first, return its number instead."""
         if not self._owner:
             return None
         judged, self._fenced = self._judged, None
@@ -375,8 +394,9 @@ class _Claimant:
         return None
 
     def _give_back(self, generation: Generation) -> None:
-        """Release the fence where this domain took it and another one did not: two newcomers that
-        each got a part of the domains would hold each other for owners.
+        """Release the fence if this domain took it and another domain did not.
+
+        If two newcomers each got some of the domains, each would take the other for the owner.
         """
         if self._owner and self._fenced is not None:
             program = release_fence(generation, self._ids, self._known, self._stamp)
@@ -385,7 +405,7 @@ class _Claimant:
             self._fenced = None
 
     def _let_go(self, generation: Generation) -> None:
-        """Local, best effort: release what this claim did not complete."""
+        """Release the fence of a claim that was not completed. Local, best effort."""
         if self._fenced is None:
             return
         program = release_fence(generation, self._ids, self._known, self._stamp)
@@ -407,7 +427,7 @@ class _Claimant:
             found = drive(report(self._domain, generation, caps, self._known), seat.storage)
             seat.known.learn(found.state)
             mine[:] = [found.state]
-            # An attempt that lies here and was aborted may have lost its record: the log alone knows it.
+            # An aborted attempt in this domain may have lost its record: then only the log knows it.
             here = {attempt.save_id for attempt in found.attempts}
             return replace(found, state=found.state.to_send({*asked, *here}))
 
@@ -417,7 +437,8 @@ class _Claimant:
             if any(view.generation > generation for view in plan.views.values()):
                 raise FencedError("a newer owner took the run at the same time")
             names = tuple(seal.name for seal in plan.in_doubt)
-            # What lives in every log is in it: for those who carry it out, and with each seal once.
+            # The saves that are living in some log are in it: for the owners that carry the plan
+            # out, and each seal once.
             plan = replace(plan, views=with_equal_seals_once(plan.views))
             owners = {domain.owner for domain in seat.placement.domains}
             return apart(names, [plan if r in owners else None for r in range(seat.control.size)])
@@ -463,7 +484,10 @@ class _Claimant:
         return Run(root, generation, seat, in_doubt, _keeper=keeper, _caller=self.caller)
 
     def _read_token(self, generation: Generation) -> None:
-        """Every rank reads this fence through its own path: existence alone is not identity."""
+        """Read this fence on every rank through the rank's own path.
+
+        The existence of an entry does not show that it is this fence, so its content is compared.
+        """
         seat = self._seat
         mine = (self._domain, self._fenced.number) if self._fenced is not None else None
         numbers = seat.control.step("numbers", lambda: mine, _by_domain)
@@ -488,8 +512,10 @@ def _view_of(answer: View | _Refusal | None) -> View | None:
 
 
 def _read_fresh(storage: Storage, key: str) -> bytes:
-    """Read an entry that exists. A process that read the end of the log a moment ago has its absence in this node's
-    NFS cache, and its neighbours read while the node's lead still refreshes.
+    """Read an entry that exists, although this node may have cached its absence.
+
+    A process that read the end of the log a moment ago left its absence in the node's NFS cache,
+    and the other processes of the node read while the node's lead still refreshes.
     """
     for _ in range(_LOOKS):
         try:
@@ -501,14 +527,15 @@ def _read_fresh(storage: Storage, key: str) -> bytes:
 
 
 def _sweep(storage: Storage) -> None:
-    """Abort uploads in parts that a dead process left: only their age on the server's clock counts.
+    """Abort multipart uploads that a dead process left, if they are old by the server's clock.
 
-    Before this owner's first own: some servers tell any date for all of them.
+    This runs before this owner's first upload, because some servers report one date for all
+    uploads.
     """
     try:
         swept = storage.sweep_uploads(ORPHAN_S)
     except (AccessError, UnsupportedError) as error:
-        # Most policies leave this right out; a lifecycle rule of the bucket does the same.
+        # Most policies do not grant this permission; a lifecycle rule of the bucket does the same.
         logger.info("unfinished uploads were not removed: %s", error)
         return
     except StorageError as error:

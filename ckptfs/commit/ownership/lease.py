@@ -1,12 +1,12 @@
-"""The lease: how a newcomer knows that a run's owner is alive, without trusting any clock but its own.
+"""The lease: how a newcomer knows that a run's owner is alive, by no clock but its own.
 
 The owner of each domain rewrites ``.ckptfs/lease`` every few seconds; the bytes differ each time.
-A newcomer watches them: while they change, the owner lives; once they stood still for ``still_s`` on
-the newcomer's own clock, it is gone. The lease decides only whether to wait; the fence decides who
-owns the run, so a stalled owner that wakes does no harm. The lease of an owner that holds the run for one
-call says so, because that one is worth waiting for.
+A newcomer watches them: while they change, the owner is alive; if they have not changed for ``still_s`` on
+the newcomer's own clock, the owner is gone. The lease decides only whether to wait. The fence decides who
+owns the run, so a stalled owner that wakes does no harm. If an owner holds the run for one call, its lease says
+so, because it is worth waiting for the end of that call.
 
-For an owner on the same node its process says more: the fence names it, by pid and start time.
+For an owner on the same node the process itself is checked: the fence names it by pid and start time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """One process: host for people; node and pid namespace, pid and start time for identity."""
+    """One process that owns a run.
+
+    host is for people. node (with the pid namespace), pid and start time identify the process.
+    """
 
     host: str
     pid: int
@@ -53,9 +56,9 @@ class Owner:
 
 
 def who_am_i(world: World) -> Owner:
-    """This process as an owner of a run."""
+    """Return this process as an owner of a run."""
     life = Life.of_this_process()
-    # As /proc has it: in a pid namespace the process's own number may be somebody else's there.
+    # The pid as /proc has it: in a pid namespace, os.getpid() may be another process's number there.
     pid, started = (os.getpid(), "") if life is None else (life.pid, str(life.start_ticks))
     return Owner(world.hostname, pid, world.job_id, _place(world.node), started)
 
@@ -69,7 +72,7 @@ def _place(node: str) -> str:
 
 
 def start_ticks(pid: int) -> str:
-    """The process's start time in clock ticks since boot: a reused pid has another one."""
+    """Return a process's start time in clock ticks since boot. A reused pid has another one."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             fields = stat.read().rpartition(b")")[2].split()
@@ -81,15 +84,15 @@ def start_ticks(pid: int) -> str:
 def alive_here(fence: Fence) -> bool:
     """Whether the fence's process, one of this node, still runs; True also if this is unknown."""
     if not fence.started.isdigit():
-        return True  # it had no /proc to read its start from: its lease tells
+        return True  # it had no /proc to read its start from: its lease decides
     if not is_gone(Life(fence.pid, int(fence.started))):
         return True
-    # A /proc that shows the pid with another start has answered: it is somebody else's by now.
+    # /proc shows the pid with another start time: it is the pid of another process now.
     return not os.path.exists(f"/proc/{fence.pid}") and _is_hidden(fence.pid)
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether /proc (hidepid) keeps another user's process from us: signals know of it all the same."""
+    """Whether /proc (hidepid) hides another user's process, which a signal can still find."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -100,7 +103,7 @@ def _is_hidden(pid: int) -> bool:
 
 
 def describe(fence: Fence) -> str:
-    """The holder, for a message."""
+    """Describe the holder, for a message."""
     job = f", job {fence.job}" if fence.job else ""
     return f"host {fence.host} pid {fence.pid}{job} (generation {fence.generation.number})"
 
@@ -112,15 +115,22 @@ _OF_CALL = " call"
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """rewrite_s: how often the owner rewrites; still_s: how long it must stand still to be gone."""
+    """The times of a lease in seconds.
+
+    Attributes:
+        rewrite_s: How often the owner rewrites it.
+        still_s: How long it must not change before the owner counts as gone.
+    """
 
     rewrite_s: float = 5.0
     still_s: float = 20.0
 
 
 class Keeper:
-    """Rewrites the lease from a daemon thread until stopped; errors are logged, never raised: a
-    lease that is not rewritten costs the run only a newcomer's wait. for_call: the run is held for one call.
+    """Rewrites the lease from a daemon thread until stopped.
+
+    Errors are logged, never raised: if the lease is not rewritten, the only cost is a newcomer's
+    wait. for_call: The run is held for one call.
     """
 
     def __init__(
@@ -145,7 +155,7 @@ class Keeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop writing; harmless twice."""
+        """Stop writing. Calling it twice is harmless."""
         self._stop.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=self._times.rewrite_s)
@@ -160,7 +170,7 @@ class Keeper:
         try:
             self._storage.replace(LEASE, f"{number} {nonce} {self._count}{self._mark}\n".encode())
         except OSError as error:
-            # Typed or not: a keeper that ended would let a living owner look dead.
+            # Any error: if the keeper ended, a living owner would look dead.
             logger.warning("the lease could not be rewritten: %s", error)
 
 
@@ -171,14 +181,15 @@ def moves(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Watch the lease: True as soon as it changes, False once it stood still for times.still_s. Errors as
-    for ``Watch.look``.
+    """Watch the lease: True as soon as it changes, False after times.still_s without a change.
+
+    Errors as for ``Watch.look``.
     """
     return Watch(storage, times, clock=clock, wait=wait).look() is Pulse.MOVES
 
 
 class Pulse(Enum):
-    """What a watch has seen of a lease."""
+    """The result of watching a lease."""
 
     MOVES = "moves"
     STILL = "still"
@@ -186,7 +197,7 @@ class Pulse(Enum):
 
 
 class Watch:
-    """A lease that is looked at, with pauses for other things, until it moved or stood still for long."""
+    """Watches a lease, with pauses for other work, until it changed or did not for a long time."""
 
     def __init__(
         self,
@@ -203,15 +214,18 @@ class Watch:
 
     @property
     def is_of_call(self) -> bool:
-        """Whether the run is held for one call, as the lease that was read last says."""
+        """Whether the run is held for one call, according to the lease that was read last."""
         return (self._seen or b"").rstrip().endswith(_OF_CALL.encode())
 
     def look(self, for_s: float = math.inf) -> Pulse:
-        """Watch for up to ``for_s`` seconds: MOVES as soon as it changes, STILL once it stood still for
-        times.still_s.
+        """Watch the lease for up to ``for_s`` seconds.
 
-        A read that fails for the moment says nothing. The error is raised where the last one of all does:
-        an owner whose lease cannot be read may live.
+        A read that fails temporarily decides nothing. But if the last read of all fails, its error
+        is raised: the owner of a lease that cannot be read may be alive.
+
+        Returns:
+            MOVES as soon as the lease changes, STILL after times.still_s without a change, else
+            UNKNOWN.
         """
         end = self._clock() + for_s if for_s < math.inf else math.inf
         while True:

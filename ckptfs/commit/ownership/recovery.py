@@ -1,14 +1,14 @@
-"""Recovery: what the holder of a new fence does before it returns, and nobody else ever.
+"""Recovery: what the holder of a new fence does before its claim returns. No other process does it.
 
-    1. take the older generations' trash away from whoever stalls over it
-    2. report: the folded log and the attempts that lie here      (per domain)
+    1. remove the older generations' trash, so that stalled deleters cannot use it
+    2. report: the folded log and the attempts of this domain     (per domain)
     3. plan: one pure decision over all reached domains           (coordinator)
     4. settle: abort, record, project, wipe                       (per domain)
 
-An attempt that every listed domain sealed is committed. One that a reached domain never sealed, and
-whose base is older than the new fence, is aborted there. One with a domain out of reach is in doubt,
-kept, and named. A part that is sealed is a promise: it is released where its home gave up the whole,
-published where its home committed it, and kept where the home is out of reach.
+An attempt that every listed domain sealed is committed. If a reached domain never sealed it, and its base is
+older than the new fence, it is aborted there. If one of its domains is out of reach, it is in doubt: it is kept
+and reported. A sealed part is a promise: it is released if its home gave up the whole, published if its home
+committed the whole, and kept if the home is out of reach.
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ def report(
 ) -> Program[Report]:
     """Fold the log after our fence, empty the older trash, list the attempts.
 
-    state: what was folded here before.
+    state: An earlier fold of this log.
     """
     state = yield from catch_up(state)
-    # What was folded is not acted on before a power cut cannot take it back.
+    # The folded entries must be durable before anything is done because of them.
     yield Sync(LOG)
     yield from take_trash(generation, caps, state)
     return Report(domain, state, (yield from attempts_here(caps)))
 
 
 def attempts_here(caps: Capabilities) -> Program[tuple[AttemptRecord, ...]]:
-    """What the attempts that lie here say of themselves. Reads only."""
+    """Return the records of the attempts in this domain. Reads only."""
     try:
         yield Refresh(CONTROL)
         entries = yield List(ATTEMPTS)
@@ -97,13 +97,16 @@ def attempts_here(caps: Capabilities) -> Program[tuple[AttemptRecord, ...]]:
         entries = []
     records: tuple[AttemptRecord, ...] = ()
     for entry in entries:
-        if not entry.is_link:  # it is none of ours: nothing of what it leads to is an attempt
+        if not entry.is_link:  # ckptfs makes no links here: the target of one is no attempt
             records += ((yield from read_record(entry.name, caps)),)
     return records
 
 
 def read_record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
-    """What an attempt says of itself; without a base where it died before it said so."""
+    """Return the record of an attempt.
+
+    Its base is None if the attempt died before the record was written.
+    """
     key = AttemptKeys(caps.shape, "?", save_id).record
     try:
         told = decode_record((yield Read(key)))
@@ -114,7 +117,7 @@ def read_record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
     if base is None:
         return AttemptRecord(save_id, "", None)
     if not is_checkpoint_name(name, is_part=bool(of)):
-        # Recovery moves what lies below the name to the trash: it has to be a checkpoint's.
+        # Recovery moves everything below the name to the trash, so it must be a checkpoint's name.
         logger.warning("%s names %r, which is not a checkpoint: ignored", key, name[:200])
         return AttemptRecord(save_id, "", None)
     return AttemptRecord(save_id, name, base, of, told.home)
@@ -130,11 +133,23 @@ def settle(
     stamp: Stamp = Stamp(),
     spared: set[str] | None = None,
 ) -> Program[LogState]:
-    """Carry the plan out in one domain, and delete what was replaced. FencedError when a newer owner
-    came meanwhile.
+    """Carry the plan out in one domain, and delete what was replaced.
 
-    spared: takes the save_ids whose deletes are entered and whose bytes are left to the caller;
-    None removes them here.
+    Args:
+        plan: The plan over all domains.
+        domain: The domain.
+        holder: The generation of the new fence.
+        caps: The capabilities of the storage.
+        ids: Fresh write ids.
+        stamp: The process and the time, for people.
+        spared: Takes the ids of saves with a delete in the log and bytes that the caller removes.
+            None removes the bytes here.
+
+    Returns:
+        The folded log.
+
+    Raises:
+        FencedError: A newer owner took the run in between.
     """
     views = yield from settle_plan(plan, domain, holder, caps, ids=ids, stamp=stamp, spared=spared)
     means = Means(domain, caps, ids, stamp)
@@ -167,9 +182,12 @@ def settle_plan(
     stamp: Stamp = Stamp(),
     spared: set[str] | None = None,
 ) -> Program[Mapping[str, LogState]]:
-    """Carry the plan out in one domain, and nothing else. Errors and ``spared`` as for ``settle``."""
+    """Carry the plan out in one domain, and do nothing else.
+
+    Errors and ``spared`` as for ``settle``.
+    """
     state, means = plan.views[domain], Means(domain, caps, ids, stamp)
-    doubtful = names_saved_twice(state)  # before what is gone is forgotten
+    doubtful = names_saved_twice(state)  # before the saves that are gone are settled
     dead: list[AttemptRecord] = []
     for record in plan.abort:
         outcome = yield from append(
@@ -196,7 +214,7 @@ def settle_plan(
         told = yield from publish(seal, domain, state, holder, ids=ids, stamp=stamp)
         state = told.state
         _stop_if_fenced(told, domain)
-    # Before any byte of them: from the entry on nobody publishes them here.
+    # Before any of their bytes is removed: after the entry, no process publishes them here.
     seen = {**plan.views, domain: state}
     noted = yield from note_deletes(seen, means, holder)
     _stop_if_fenced(noted, domain)
@@ -212,10 +230,11 @@ def settle_plan(
 
 
 def _if_permitted(program: Program[T], what: str, caps: Capabilities) -> Program[T | None]:
-    """None where an object store refuses a delete (credentials that may not, or a lock), and where
-    a directory in the trash will not be empty because somebody still writes to it.
+    """Run a program that deletes; return None if the delete is not possible now.
 
-    The bytes wait for a later owner; the run can be used without their going.
+    On an object store, credentials or a lock may forbid it. On a filesystem, a directory in the
+    trash may not become empty because a process still writes to it. The bytes are left to a later
+    owner; the run can be used with them.
     """
     try:
         return (yield from program)
@@ -233,7 +252,10 @@ def _still_doomed(
 
 
 def _recorded_in(save_id: str, plan: Plan) -> tuple[str, ...]:
-    """The domains that keep a record of the outcome: where one domain decides, its seal is it."""
+    """Return the domains that keep a record of the outcome.
+
+    If one domain decides, its seal is the record.
+    """
     seal, part = seal_of(save_id, plan.views), part_in(save_id, plan.views)
     if part is not None:
         return part.domains
@@ -264,8 +286,10 @@ def _complete_deletes(
     holder: Generation,
     spared: set[str] | None,
 ) -> Program[Mapping[str, LogState]]:
-    """Finish deletes whose bytes a crash left, and deletes that another domain began: the entry
-    here too, before any byte, or this domain alone would believe in a save that is not there.
+    """Finish deletes that a crash interrupted, and deletes that another domain began.
+
+    For the latter the entry is appended here too before any byte is removed. Otherwise only this
+    domain would treat the save as existing when it does not.
     """
     domain, caps = means.domain, means.caps
     leftovers: dict[str, list[Seal]] = {}
@@ -290,7 +314,7 @@ def _complete_deletes(
     saves = views[domain].saves
 
     def left_of(name: str) -> list[Seal]:
-        """Saves of a name whose bytes went, where nothing lives under that name."""
+        """Return the saves of a name with removed bytes, if nothing is live under that name."""
         if name in names:
             return []
         known = [saves[save_id].seal for save_id in saves.settled.ids_of(name)]
@@ -302,7 +326,7 @@ def _complete_deletes(
 
 
 def sweep_empty(domain: str, views: Mapping[str, LogState], caps: Capabilities) -> Program[None]:
-    """Remove directories of attempts that died before their first file was whole."""
+    """Remove directories of attempts that died before their first file was complete."""
     if caps.shape is Shape.OBJECT:
         return
     try:
@@ -326,7 +350,7 @@ def publish(
     ids: Iterator[str],
     stamp: Stamp = Stamp(),
 ) -> Program[Appended | Refused[Refusal]]:
-    """Record the home's decision in this domain, if parts of the save lie here."""
+    """Record the home's decision in this domain, if it holds parts of the save."""
     if domain in seal.domains or domain not in seal.everywhere:
         return Refused(Refusal.NOTHING, state)
     return (
@@ -342,7 +366,10 @@ def publish(
 def note_deletes(
     views: Views, means: Means, by: Generation
 ) -> Program[Appended | Refused[Refusal]]:
-    """Enter here the deletes of saves that were never published here: only parts of them are."""
+    """Append the deletes of saves that were never published in this domain.
+
+    It holds only parts of them.
+    """
     state = views[means.domain]
     outcome: Appended | Refused[Refusal] = Refused(Refusal.NOTHING, state)
     for whole in promised_here(state):

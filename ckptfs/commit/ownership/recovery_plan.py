@@ -1,7 +1,7 @@
-"""What recovery decides, before anything is done: one plan over all reached domains. Pure.
+"""The decision of recovery, before anything is done: one plan over all reached domains. Pure.
 
-reports   the folded log of each domain, and the attempts that lie there
-plan      abort these, record these, publish and release these; those are in doubt
+reports   the folded log of each domain, and the attempts in it
+plan      what to abort, to record, to publish and to release, and what is in doubt
 """
 
 from __future__ import annotations
@@ -45,8 +45,13 @@ __all__ = [
 class AttemptRecord:
     """attempt.json: the first file of every attempt, so that it can be judged before any entry.
 
-    base is None where the file is missing: the attempt died before its first byte. of, home: of a
-    part, the save that it belongs to and the domain that decides over it.
+    Attributes:
+        save_id: The id of the save.
+        name: The name of the checkpoint.
+        base: The generation that it began under; None if the file is missing, because the attempt
+            died before its first byte.
+        of: For a part, the id of the whole.
+        home: For a part, the domain that decides over it.
     """
 
     save_id: str
@@ -58,7 +63,7 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one domain holds after the new fence."""
+    """The content of one domain after the new fence."""
 
     domain: str
     state: LogState
@@ -67,10 +72,15 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every domain does: abort these, record these; in_doubt saves are kept and named.
+    """What every domain does.
 
-    publish: decisions of a home that some domain of a part has not heard of. released: parts that
-    will never be part of anything.
+    Attributes:
+        abort: Attempts to abort.
+        decided: Outcomes to record.
+        in_doubt: Saves that are kept and reported.
+        views: The folded logs.
+        publish: Seals of a home to record in the domains of parts that do not have them yet.
+        released: Parts that will never belong to a committed save.
     """
 
     abort: tuple[AttemptRecord, ...]
@@ -82,9 +92,9 @@ class Plan:
 
 
 def with_equal_seals_once(views: Mapping[str, LogState]) -> Mapping[str, LogState]:
-    """The same views in which equal seals of several logs are one object, so that they are sent once.
+    """Return the same views with equal seals of several logs as one object, sent only once.
 
-    Every seal lists all domains: of many domains the views would hold the square of them.
+    Every seal lists all domains, so with many domains the size of the views would be quadratic.
     """
     if len(views) == 1:
         return views
@@ -107,8 +117,10 @@ def encode_record(
     home: str = "",
     replaces: str | None = None,
 ) -> bytes:
-    """The bytes of attempt.json. replaces: the digest of a foreign ``.metadata`` that the save was told to
-    replace: whoever projects it after its writer died must know.
+    """Encode attempt.json.
+
+    replaces: The digest of a foreign ``.metadata`` that the save replaces. If the writer dies, the
+    process that projects the save for it must know this.
     """
     record: dict[str, Any] = {"save_id": save_id, "name": name}
     if replaces is not None:
@@ -138,16 +150,16 @@ _FILE = Schema(AttemptFile)
 
 
 def decode_record(data: bytes) -> AttemptFile:
-    """What attempt.json says; SchemaError where it was damaged, or somebody made it up."""
+    """Decode attempt.json. SchemaError if it is damaged or not ours."""
     return _FILE.decode(data)
 
 
 def plan_recovery(
     reports: Mapping[str, Report], holder: Generation, keep: Collection[str] = ()
 ) -> Plan:
-    """What the holder of generation ``holder`` does with everything unsettled. Pure.
+    """Return what the holder of generation ``holder`` does with everything unsettled. Pure.
 
-    keep: attempts that the holder itself goes on with.
+    keep: Attempts that the holder itself continues.
     """
     views = {domain: r.state for domain, r in reports.items()}
     records = _records(reports)
@@ -176,8 +188,8 @@ def plan_recovery(
                 abort[save_id] = known
                 decided.append((save_id, Outcome.ABORTED))
                 if known.of and known.home in views:
-                    # Only its home releases a part that is sealed. Where that is reached it will
-                    # never commit the whole: our fence stands there.
+                    # Only its home releases a sealed part. If the home is reached, it will never commit
+                    # the whole, because our fence is in its log.
                     whole = AttemptRecord(known.of, split_name(known.name)[0], known.base)
                     abort.setdefault(known.of, whole)
             case Standing.COMMITTED:
@@ -213,7 +225,10 @@ def plan_recovery(
 
 
 def _records(reports: Mapping[str, Report]) -> dict[str, AttemptRecord]:
-    """One record per attempt: of domains where it died before its record and after, the latter."""
+    """Return one record per attempt.
+
+    If an attempt has a record in one domain and died before it in another, the record counts.
+    """
     records: dict[str, AttemptRecord] = {}
     for found in (a for r in reports.values() for a in r.attempts):
         if found.base is not None or found.save_id not in records:
@@ -222,7 +237,7 @@ def _records(reports: Mapping[str, Report]) -> dict[str, AttemptRecord]:
 
 
 def _unrecorded(save_id: str, seal: Seal, views: Mapping[str, LogState]) -> bool:
-    """Whether some reached domain lacks the record of a decision that several domains made."""
+    """Whether several domains decided, and a reached one lacks the record of the decision."""
     return len(seal.domains) > 1 and any(
         views[d].save(save_id).decided is None for d in seal.domains if d in views
     )
@@ -238,7 +253,10 @@ def lacks_home_seal(seal: Seal, views: Views) -> bool:
 
 
 def lacks_home_abort(part: Part, views: Views) -> bool:
-    """Whether a reached domain holds a part of a save that its home gave up, and no abort. Pure."""
+    """Whether a reached domain holds a part of a given-up save without the abort. Pure.
+
+    The home of the save gave it up, and the domain has no entry of that.
+    """
     if standing(part.of, views) is not Standing.ABORTED:
         return False
     return any(
@@ -248,9 +266,10 @@ def lacks_home_abort(part: Part, views: Views) -> bool:
 
 
 def is_released(save_id: str, of: str, views: Views, domain: str) -> bool:
-    """Whether nobody will ever want the bytes of this attempt. Pure.
+    """Whether the bytes of this attempt will never be needed. Pure.
 
-    of: of a part, the id of the whole. A published part of a deleted save goes with that.
+    of: For a part, the id of the whole. A published part of a deleted save is deleted with the
+    whole.
     """
     now = standing(save_id, views)
     if now is Standing.DELETED and of:

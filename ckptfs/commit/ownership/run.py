@@ -1,11 +1,11 @@
-"""A held run: what a claim gives to every rank, and how it is left in peace.
+"""A held run: what a claim gives to every rank, and how the run is released.
 
-    held = claim(seat)          the fence stands, the lease is kept
-    save(..., run=held)         checks that the target lies in it
+    held = claim(seat)          the fence is in the log, the lease is kept
+    save(..., run=held)         checks that the target is in the run
     held.release()              chores end, the lease stops, the owners append "released"
 
-Without the release, after a crash, the next owner waits for the lease to stand still. A Run that
-nobody refers to any more is released by a thread of its process, as soon as Python has collected it.
+After a crash without the release, the next owner waits until the lease has not changed for some time. A Run without
+any reference is released by a thread of its process, as soon as Python has collected it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ _NOT_CALLERS = ("ckptfs", "contextlib", "threading", "concurrent", "torch")
 
 
 def _where() -> str:
-    """Where the call was made, for a message: the innermost frame that is neither ours nor Python's."""
+    """Return where the call was made, for a message.
+
+    It is the innermost frame that belongs neither to ckptfs nor to Python.
+    """
     for frame, line in traceback.walk_stack(None):
         module = str(frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] not in _NOT_CALLERS:
@@ -70,10 +73,16 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Which call claims a run. given_up: asked by the next claim of this process; True where the call will
-    not come to its end, and its run is being released. behind: closed after a run that was collected.
-    for_call: the run is released when this very call ends; else its holder lives on, and commits again.
-    wait_s: how long it waits for others that hold the run for a call.
+    """The call that claims a run.
+
+    Attributes:
+        call: Its name, for messages.
+        given_up: Called by the next claim of this process. True if the call was given up and its
+            run is being released.
+        behind: Closed after the release of a run that was garbage-collected.
+        for_call: Whether the run is released when this call ends. Otherwise its holder commits
+            again later.
+        wait_s: How long it waits for others that hold the run for a call.
     """
 
     call: str = "claim()"
@@ -87,17 +96,17 @@ class Caller:
 class Run:
     """A held run. Pass it to ``save(..., run=run)``; leaving the ``with`` block releases it.
 
-    Every rank holds one; ``release()`` is local and only owners write. One that is not released is released
-    when Python collects it.
+    Every rank holds one. ``release()`` is local, and only owners write. If it is never called, the run is
+    released when Python collects the object.
 
     Attributes:
         uri: The run.
         generation: Number and nonce of the fence.
         seat: What the ranks share: storage, control plane, domains. For ckptfs itself.
         in_doubt: Names of saves with domains that are out of reach.
-        closing: What is closed after the release; put more into it, never another in its place.
-        aside: Where its asynchronous saves run; they end before it is released. For ckptfs itself.
-        plans: What is known of the last save, so that the next one need not say it again. For ckptfs itself.
+        closing: Closed after the release. Add callbacks to this stack, and do not replace it.
+        aside: The worker of its asynchronous saves; they end before it is released. For ckptfs itself.
+        plans: The plan of the last save, so that the next one need not send it again. For ckptfs itself.
     """
 
     uri: Uri
@@ -141,18 +150,19 @@ class Run:
         """Check that the run is still held.
 
         Raises:
-            StateError: It was released: no rank talks through its control plane any more.
+            StateError: The run was released: its control plane is closed.
         """
         if self._released:
             raise StateError("the run was released", uri=self.uri, hint="prepare it again")
 
     def release(self) -> None:
-        """Leave in peace, so that the next owner need not wait. Local; harmless twice.
+        """Release the run, so that the next owner need not wait. Local.
 
-        Without it, after a crash, the next owner waits for the lease to stand still.
+        Calling it twice is harmless. After a crash without it, the next owner waits until the lease
+        has not changed for some time.
         """
         if self._released or os.getpid() != self._pid:
-            return  # in the child of a fork: it is the parent's, who goes on
+            return  # in the child of a fork: the run belongs to the parent, which continues
         if self.aside is not None:
             self.aside.close()
         self._released, self.plans = True, None
@@ -168,7 +178,7 @@ class Run:
         tb: TracebackType | None,
     ) -> None:
         if exc_type is not None and self.aside is not None and os.getpid() == self._pid:
-            # A storage that hangs must not keep the exception from its reader.
+            # A hanging storage must not hide the exception that is being raised.
             aside, self.aside = self.aside, None
             aside.leave()
         self.release()
@@ -176,8 +186,9 @@ class Run:
 
 @dataclass(eq=False)
 class Ownership:
-    """What this process needs to leave a run, and which call claimed it. It does not keep the ``Run``
-    alive: one that nobody refers to any more is left through it.
+    """What this process needs to release a run, and the call that claimed it.
+
+    It does not keep the ``Run`` alive: a Run without any reference is released through this object.
     """
 
     run: weakref.ref[Run]
@@ -193,7 +204,7 @@ class Ownership:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is being released, or is about to be: nobody refers to the Run."""
+        """Whether the run is being released, or is about to be because its Run has no reference."""
         return self._leaving or self.run() is None
 
     def leave(self) -> None:
@@ -212,7 +223,7 @@ class Ownership:
             _OWNED.remove(self)
 
     def leave_behind(self) -> None:
-        """As ``leave``, and close what the caller would have closed after it."""
+        """Do as ``leave``, and close what the caller would have closed after it."""
         with self.caller.behind:
             self.leave()
 
@@ -223,7 +234,7 @@ class Ownership:
 
     @property
     def call(self) -> str:
-        """What claimed the run, and where in the program that was called."""
+        """The call that claimed the run, and its place in the program."""
         return f"{self.caller.call}{self.where}"
 
     def _append_release(self) -> None:
@@ -239,10 +250,10 @@ class Ownership:
 
 
 class _Owned:
-    """The runs that this process holds, and the thread that leaves those whose Run was collected.
+    """The runs that this process holds, and the thread that releases those without a Run.
 
-    A finalizer may run between any two instructions of any thread, also of one that holds a lock: it
-    only puts into a queue.
+    A finalizer may run between any two instructions of any thread, also of one that holds a lock.
+    So it only puts the run into a queue.
     """
 
     def __init__(self) -> None:
@@ -278,8 +289,8 @@ class _Owned:
 
 
 _OWNED = _Owned()
-# How long the collector is waited for before each look at what nobody refers to: a second owner that really
-# lives is refused that much later.
+# How long to wait for the garbage collector before each look for runs without a reference. The refusal of a
+# claim because this process really holds the run comes that much later.
 _COLLECT_AGAIN_S = (0.0, 0.05, 0.3)
 
 
@@ -293,7 +304,7 @@ def _leave_collected(collected: queue.SimpleQueue[Ownership]) -> None:
             ownership.seat.storage.root,
             ownership.call,
         )
-        # A thread each: a storage that hangs must not keep the others.
+        # A thread each: a hanging storage must not stop the others.
         with contextlib.suppress(RuntimeError):  # the interpreter ends: no thread starts
             threading.Thread(
                 target=ownership.leave_behind, name="ckptfs-release", daemon=True
@@ -302,19 +313,24 @@ def _leave_collected(collected: queue.SimpleQueue[Ownership]) -> None:
 
 
 def ownership_of(generation: Generation) -> Ownership | None:
-    """This process's own claim with that fence, where it has one."""
+    """Return this process's own claim with that fence, or None."""
     return next((one for one in _OWNED.all() if one.generation == generation), None)
 
 
 def is_for_call(generation: Generation | None) -> bool:
-    """Whether this process holds the run with that fence for one call: nothing of it is committed later."""
+    """Whether this process holds the run with that fence for one call only.
+
+    Then it commits nothing to the run later.
+    """
     own = None if generation is None else ownership_of(generation)
     return own is not None and own.caller.for_call
 
 
 def wait_until_left(root: Uri, timeout_s: float, *, patient: bool) -> None:
-    """Local. Wait for what this process is about to release at ``root``: what nobody refers to any more,
-    and what a save claimed that was given up. patient: look at what lives more than once.
+    """Wait for the runs at ``root`` that this process is about to release. Local.
+
+    These are runs without any reference, and runs that were claimed by a save that was given up.
+    patient: Look for such runs more than once.
     """
     mine = [one for one in _OWNED.all() if one.seat.storage.root == root]
     leaving = {one for one in mine if one.is_leaving or one.caller.given_up()}
@@ -323,8 +339,9 @@ def wait_until_left(root: Uri, timeout_s: float, *, patient: bool) -> None:
         if not staying:
             break
         staying[0].left.wait(pause_s)
-        # A manager is a cycle of objects: dropping its name leaves it to the collector. A thread of its own, which
-        # has just ended a save or a copy, may refer to it for a moment longer: hence more than one look.
+        # A manager is a cycle of objects, so it is only freed by the garbage collector. One of its
+        # threads that has just ended a save or a copy may refer to it for a moment longer: so this
+        # looks more than once.
         gc.collect()
         leaving |= {one for one in mine if one.is_leaving}
     until = time.monotonic() + timeout_s
@@ -336,7 +353,7 @@ def wait_until_left(root: Uri, timeout_s: float, *, patient: bool) -> None:
 def release_fence(
     generation: Generation, ids: Iterator[str], known: LogState | None, stamp: Stamp
 ) -> Program[Appended | Refused[Refusal]]:
-    """Append that the owner of ``generation`` left; refused where it is not the newest any more."""
+    """Append that the owner of ``generation`` left. Refused if that is not the newest any more."""
 
     def decide(state: LogState) -> Release | Refused[Refusal]:
         if state.generation != generation or state.released:

@@ -7,5 +7,5 @@
 
     directory_parts   the same for directories that a framework writes
 
-All three are ways in, for layers above: no other room of ``commit`` knows of parts but by their entries.
+All three are entry points for layers above. The other folders of ``commit`` know parts only by their entries.
 """

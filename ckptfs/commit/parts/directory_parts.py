@@ -3,12 +3,12 @@
     ticket = begin_parts(run, "step_100", 100, ["actor", "critic"], artifact=Kind.DIRECTORY)
 
     writing_part(seat, part, done)   a path to write into; sealed when all ranks of the group have left
-    publish_part(seat, part, path)   what this rank wrote below ``path`` already -> SealedPart
-    sealed_parts(ticket)             which parts are sealed by now, by the log of the run
-    wait_sealed(ticket, 600)         the same, when all of them are
+    publish_part(seat, part, path)   seals files that this rank has already written below ``path``
+    sealed_parts(ticket)             the parts that are sealed now, according to the log of the run
+    wait_sealed(ticket, 600)         the same, once all of them are sealed
 
-As ``ckptfs.save(state, ticket.part(...))``, with plain files in place of a state dict: nothing of it
-is visible before the ticket's commit. All parts of such a ticket are directories.
+This works like ``ckptfs.save(state, ticket.part(...))``, with plain files instead of a state dict: nothing is
+visible before the ticket's commit. All parts of such a ticket are directories.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 5.0
 
 @contextlib.contextmanager
 def writing_part(seat: Seat, part: TicketPart, done: list[SealedPart]) -> Iterator[str]:
-    """Collective to enter and to leave, over the ranks of the seat. Yields a path to write into.
+    """Yield a path to write into. Collective to enter and to leave, over the ranks of the seat.
 
-    On a mounted filesystem the attempt's own directory, elsewhere one of this rank alone, uploaded on
-    leaving. done: gets the sealed part. An exception inside, on any rank, seals nothing and is raised
-    on all; the part may be saved again with the same ticket.
+    On a mounted filesystem it is the attempt's own directory; elsewhere it is a directory of this
+    rank alone, which is uploaded on leaving. An exception inside, on any rank, seals nothing and is
+    raised on all ranks; the part may be saved again with the same ticket.
+
+    done: Receives the sealed part.
     """
     started = time.perf_counter()
     attempt = _attempt(seat, part)
@@ -68,10 +70,13 @@ def writing_part(seat: Seat, part: TicketPart, done: list[SealedPart]) -> Iterat
 
 
 def publish_part(seat: Seat, part: TicketPart, path: str) -> SealedPart:
-    """Collective. Seal the files below ``path``, a directory of this rank alone, as its share.
+    """Seal the files below ``path``, a directory of this rank alone, as its share. Collective.
 
-    It has to stay as it is until this returns. StateError: two ranks have different files of one
-    name. Else as ``writing_part``.
+    The directory must not change until this returns. Errors other than the one below are those of
+    ``writing_part``.
+
+    Raises:
+        StateError: Two ranks have different files of one name.
     """
     started = time.perf_counter()
     attempt = _attempt(seat, part)
@@ -95,10 +100,10 @@ def publish_part(seat: Seat, part: TicketPart, path: str) -> SealedPart:
 def sealed_parts(
     ticket: Ticket, storage_options: Mapping[str, Any] | None = None
 ) -> list[SealedPart]:
-    """Local, read-only. The parts of a ticket that are sealed where this process looks: home.
+    """Return the sealed parts of a ticket that this process sees in the home. Local, read-only.
 
-    For drivers with groups that cannot send back what they were returned. Parts on disks that home does
-    not reach are not seen. Of a part that was saved again, the last.
+    For drivers with groups that cannot send back the values that they were returned. Parts on disks
+    that the home does not reach are not seen. If a part was saved again, the last one counts.
     """
     options = {**ticket.storage_options, **(storage_options or {})}
     found: dict[str, SealedPart] = {}
@@ -115,9 +120,13 @@ def sealed_parts(
 def wait_sealed(
     ticket: Ticket, timeout_s: float, stopped: threading.Event | None = None
 ) -> list[SealedPart]:
-    """Local, read-only. As ``sealed_parts``, when all are. Looks more and more seldom.
+    """Return what ``sealed_parts`` returns once all parts are sealed. Local, read-only.
 
-    IncompleteCheckpointError: not within timeout_s, or ``stopped`` was set; it names what is missing.
+    The pauses between two looks become longer.
+
+    Raises:
+        IncompleteCheckpointError: Some parts are not sealed within timeout_s, or ``stopped`` was
+            set. The message names the missing parts.
     """
     stopped = stopped or threading.Event()
     until, pause_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
@@ -144,7 +153,7 @@ def _attempt(seat: Seat, part: TicketPart) -> PartAttempt:
 
 
 def _alike(parts: list[WrittenPart]) -> Mapping[str, bytes]:
-    """Something was written, and no name by two ranks with different bytes."""
+    """Check that something was written, and no name by two ranks with different bytes."""
     seen: dict[tuple[str | None, str], tuple[int, str | None]] = {}
     for rank, part in enumerate(parts):
         for record in part.files:

@@ -1,17 +1,17 @@
 """Parts of a checkpoint: what a group of processes does that cannot reach the run's home.
 
-    read_home          what a home's log says, for domains that cannot reach it
-    apply_word         make a domain know it: fence, publish, release, project    (owner of the domain)
+    read_home          the word of a home: what its log says, for domains that cannot reach it
+    apply_word         record it in a domain: fence, publish, release, project    (owner of the domain)
     apply_everywhere   the same in every domain that a group reaches              (collective)
     PartAttempt        save one part: as any save, but its seal is a promise      (collective)
 
-A part is a save of its own, ``step_100/actor``, with its own attempt. Its seal commits nothing: the
-one seal in home does, which lists the parts. Until a domain of a part has learned of that, the part is
-kept there, and is in doubt for processes that cannot reach the home.
+A part is a save of its own, ``step_100/actor``, with its own attempt. Its seal commits nothing: only the seal in
+the home does, which lists the parts. Until that commit is recorded in a domain of a part, the part is kept there,
+and is in doubt for processes that cannot reach the home.
 
-The word travels with tickets and decisions. It is as good as the home's log up to where it was read:
-entries are never removed. Nothing older than its fence can be committed in the home any more, so what
-is older and not among the committed was given up or deleted.
+Tickets and decisions carry the word. It is as reliable as the home's log up to the entry where it was read, because
+entries are never removed. No save older than its fence can be committed in the home any more, so a save that is
+older and not among the committed ones was given up or deleted.
 """
 
 from __future__ import annotations
@@ -50,15 +50,20 @@ __all__ = [
     "state_from_word",
 ]
 
-_LAST_ENDED = 256  # one forgotten here is let go by the next generation's word
+_LAST_ENDED = 256  # a part that is forgotten here is released by the next generation's word
 
 
 @dataclass(frozen=True, slots=True)
 class HomeWord:
-    """What a run's home says: who holds the run, and what became of saves with parts elsewhere.
+    """The state of a run's home: who holds the run, and what became of saves with parts elsewhere.
 
-    home, host: the deciding domain and the host that reaches it. live: seals of committed, undeleted
-    saves with parts in other domains. aborted, deleted: ids of saves that were.
+    Attributes:
+        home: The deciding domain.
+        host: The host that reaches it.
+        fence: The newest fence.
+        live: Seals of committed, undeleted saves with parts in other domains.
+        aborted: ids of aborted saves.
+        deleted: ids of deleted saves.
     """
 
     home: str
@@ -75,7 +80,7 @@ class HomeWord:
 
 
 def read_home(home: str, host: str, state: LogState) -> HomeWord:
-    """The word of a home, from its log. Pure."""
+    """Return the word of a home from its log. Pure."""
     live = tuple(
         save.seal for save in committed({home: state}) if set(save.seal.everywhere) != {home}
     )
@@ -94,13 +99,13 @@ def read_home(home: str, host: str, state: LogState) -> HomeWord:
 
 
 def state_from_word(word: HomeWord, here: LogState) -> LogState:
-    """A fold that says of the home what its word does, as far as it concerns this log. Pure."""
+    """Return a fold with the content of the home's word, as far as it concerns this log. Pure."""
     saves = {
         seal.save_id: SaveState(seal.save_id, seal, number) for number, seal in enumerate(word.live)
     }
     saves |= {save_id: SaveState(save_id, aborted=True) for save_id in word.aborted}
-    # Whatever became of the old ones that the word leaves out, they are not there any more. As
-    # deleted, because one of them may have been published here since this log was folded.
+    # Old saves that the word leaves out do not exist any more, whatever became of them. They count
+    # as deleted, because one of them may have been published here since this log was folded.
     gone = {*word.deleted, *_older(word, here)} - saves.keys()
     for save_id in sorted(gone):
         known = here.save(save_id).seal
@@ -109,7 +114,10 @@ def state_from_word(word: HomeWord, here: LogState) -> LogState:
 
 
 def _older(word: HomeWord, here: LogState) -> Iterator[str]:
-    """Saves of this home that this log knows by a part or a seal, and that began before its fence."""
+    """Yield saves of this home that began before its fence and that this log knows.
+
+    The log knows them by a part or a seal.
+    """
     for save_id, parts in promised_here(here).items():
         if any(p.home == word.home and p.base < word.generation for p in parts):
             yield save_id
@@ -122,10 +130,14 @@ def _older(word: HomeWord, here: LogState) -> Iterator[str]:
 def apply_word(
     word: HomeWord, domain: str, caps: Capabilities, *, ids: Iterator[str], stamp: Stamp = Stamp()
 ) -> Program[LogState]:
-    """Make this domain know what the home says; the fold after it. Reads only where this is home.
+    """Record the word of the home in this domain, and return the fold after it.
 
-    FencedError: a newer owner is known here, or the home's log is not the one that was claimed.
-    After a crash in it the next one does the same again.
+    If this is the home, it only reads. After a crash during this call, the next one does the same
+    again.
+
+    Raises:
+        FencedError: This domain has the fence of a newer owner, or the home's log is not the one
+            that was claimed.
     """
     yield from make_log()
     yield MakeDir(ATTEMPTS)
@@ -154,8 +166,9 @@ def apply_word(
 
 
 def apply_everywhere(seat: Seat, word: HomeWord) -> LogState | None:
-    """Collective. Make every domain of the seat know the word; the owner's fold, None elsewhere.
-    Errors as for ``apply_word``.
+    """Record the word in every domain of the seat. Collective.
+
+    Returns the owner's fold, and None on other ranks. Errors as for ``apply_word``.
     """
     mine, stamp = seat.placement.mine.id, seat.stamp()
     after: list[LogState] = []
@@ -206,7 +219,15 @@ def _refuse_other(word: HomeWord, domain: str, state: LogState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """The part and its save: ids, names, step, and the word of the home."""
+    """The part and its save.
+
+    Attributes:
+        of: The id of the whole.
+        name: The name of the whole.
+        part: The name of the part.
+        step: Completed optimizer steps; None where there is no number.
+        word: The word of the home.
+    """
 
     of: str
     name: str
@@ -216,7 +237,7 @@ class PartPlan:
 
 
 def agreed_plan(plans: Sequence[PartPlan]) -> PartPlan:
-    """The part that all ranks of a group have a copy of the ticket of. StateError: they differ."""
+    """Return the part that all ranks of a group have a ticket for. StateError if they differ."""
     other = next((p for p in plans if (p.of, p.part) != (plans[0].of, plans[0].part)), None)
     if other is not None:
         raise StateError(
@@ -228,10 +249,10 @@ def agreed_plan(plans: Sequence[PartPlan]) -> PartPlan:
 
 
 class PartAttempt(Attempt):
-    """One part of a save, seen from one rank of the group that writes it.
+    """One part of a save, on one rank of the group that writes it.
 
-    The calls are those of ``Attempt``. After ``commit`` the part is sealed, not committed: nothing is
-    projected, and ``ref`` is what the home's seal says of it.
+    The calls are those of ``Attempt``. After ``commit`` the part is sealed, not committed: nothing
+    is projected, and the home's seal will contain ``ref``.
     """
 
     def __init__(self, seat: Seat, plan: PartPlan, spec: SaveSpec) -> None:
@@ -241,19 +262,22 @@ class PartAttempt(Attempt):
 
     @property
     def ref(self) -> PartRef:
-        """What the home's seal says of this part, after commit()."""
+        """The reference to this part for the home's seal, after commit()."""
         placement, worlds = self.seat.placement, self.seat.control.worlds
         hosts = tuple(_hosts(worlds, domain.ranks) for domain in placement.domains)
         planned = self._planned
         return PartRef(self._whose.part, planned.save_id, self._digest, planned.domains, hosts)
 
     def begin(self) -> None:
-        """Collective. As ``Attempt.begin``, after every domain has applied the ticket's word."""
+        """Begin after every domain has applied the ticket's word. Collective.
+
+        See ``Attempt.begin``.
+        """
         self._state = apply_everywhere(self.seat, self._whose.word)
         super().begin()
 
     def _survey(self, ids: Collection[str] = ()) -> View | None:
-        # Whatever became of the whole is asked for by its id.
+        # The outcome of the whole is looked up by its id.
         known = None if self._state is None else self._state.to_send((*ids, self._whose.of))
         return None if known is None else (self._means.domain, known)
 

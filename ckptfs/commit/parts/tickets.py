@@ -8,13 +8,13 @@
 
 The driver holds the run: it is usually one process outside of every group. The home is the domain that it
 reaches. Tickets, sealed parts and decisions can be pickled: send them by the channel that you have to the groups.
-A ticket carries the run's ``storage_options``: credentials among them travel with it, but are in no repr.
+A ticket carries the run's ``storage_options`` and the credentials among them, but its repr does not show them.
 
-What the run's coordinator does with the home's log; the ranks that hold the run call these together, the
-coordinator alone touches storage, and its error is raised as its type on all of them:
+The ranks that hold the run call these steps together. Only the coordinator reads and writes the storage with the
+home's log, and its error is raised with its type on all ranks:
 
-    begin    fold; is the name free? the attempt, its record first      -> the word for the groups
-             (where it was removed by hand, every reached log records that first)
+    begin    fold; check the name; make the attempt, its record first   -> the word for the groups
+             (if the old save was removed by hand, every reached log records that first)
     commit   one sealed part for each name; manifest; the one seal      -> committed
              project the files in home
     abandon  append the abort, remove what home reaches
@@ -71,12 +71,12 @@ __all__ = [
 
 logger = logging.getLogger("ckptfs.commit")
 
-Sealed = Sequence[tuple[str, PartRef]]  # the id of the whole, and what is said of the part
+Sealed = Sequence[tuple[str, PartRef]]  # the id of the whole, and the reference to the part
 
 
 @dataclass(frozen=True, slots=True)
 class _HomeFiles:
-    """Where home's own files of a whole are written, as ``Sender`` expects it from an attempt."""
+    """The destination of the home's own files of a whole, in the form that ``Sender`` expects."""
 
     seat: Seat
     storage: Storage
@@ -89,7 +89,10 @@ class _HomeFiles:
 
 
 class HomeSide:
-    """One ticket at home, on every rank that holds the run. save_id: equal on all after begin()."""
+    """One ticket in the home, on every rank that holds the run.
+
+    save_id: Equal on all ranks after begin().
+    """
 
     def __init__(
         self,
@@ -111,16 +114,17 @@ class HomeSide:
         self._host = seat.control.worlds[0].site
         self._means = Means(self._home.id, seat.caps, fresh_ids(), seat.stamp())
         self.save_id = save_id or ""
-        self._seq = 0  # its place in commit order; the coordinator's
-        # Once a seal was tried it may lie in the log: another one would belie its manifest.
+        self._seq = 0  # its place in commit order; only on the coordinator
+        # Once a seal was tried it may be in the log: another seal would contradict its manifest.
         self._tried: Seal | None = None
 
     # -- on every rank that holds the run --------------------------------------------------
 
     def begin(self) -> HomeWord:
-        """Collective. Make the attempt and return the word for the groups. Errors as for begin_parts.
+        """Make the attempt and return the word for the groups. Collective.
 
-        If the save that has the name was removed by hand, the log records that first.
+        If the save that has the name was removed by hand, the log records that first. Errors as for
+        begin_parts.
         """
         run = self._run
         try:
@@ -138,7 +142,10 @@ class HomeSide:
     def commit(
         self, sealed: Sealed, metrics: Mapping[str, float], beside: str | None = None
     ) -> tuple[Seal, HomeWord]:
-        """Collective. Each rank gives the parts that it was sent. Errors as for Ticket.commit."""
+        """Commit the parts that the ranks received. Collective. Errors as for Ticket.commit.
+
+        sealed: The parts that were sent to this rank.
+        """
 
         def decide(told: Sequence[Sealed]) -> tuple[Seal, HomeWord]:
             refs = self._one_of_each([part for parts in told for part in parts])
@@ -156,7 +163,10 @@ class HomeSide:
         return seal, word
 
     def abandon(self) -> None:
-        """Collective, best effort: what cannot be done now is left to the next owner of the run."""
+        """Give the checkpoint up. Collective, best effort.
+
+        What cannot be done now is left to the next owner of the run.
+        """
         try:
             self._run.seat.control.step("abandon parts", lambda: None, lambda _: self._give_up())
         except CkptfsError as error:
@@ -193,7 +203,7 @@ class HomeSide:
         return AttemptKeys(self._means.caps.shape, self._name, self.save_id)
 
     def _one_of_each(self, sealed: Sealed) -> dict[str, PartRef]:
-        """One sealed part for each name; every rank of a group returns the same one."""
+        """Return one sealed part for each name. Every rank of a group returns the same one."""
         refs: dict[str, PartRef] = {}
         for of, ref in sealed:
             if of != self.save_id or ref.name not in self._parts:
@@ -202,7 +212,7 @@ class HomeSide:
                     uri=self._where,
                     hint="pass what save() returned for ticket.part(...)",
                 )
-            refs[ref.name] = ref  # of a part that was saved again, the last
+            refs[ref.name] = ref  # if a part was saved again, the last one counts
         missing = [name for name in self._parts if name not in refs]
         if missing:
             raise IncompleteCheckpointError(
@@ -223,14 +233,17 @@ class HomeSide:
             seal = self._tried or self._seal_of(refs, metrics, beside)
             self._tried = seal
             state = self._append(seal, state)
-            seal = state.save(self.save_id).seal or seal  # the one that stands
+            seal = state.save(self.save_id).seal or seal  # the effective one
         state = self._finish(seal, state)
         return seal, read_home(self._home.id, self._host, state)
 
     def _seal_of(
         self, refs: Mapping[str, PartRef], metrics: Mapping[str, float], beside: str | None
     ) -> Seal:
-        """Store the manifest of the whole, and the files next to the parts, durably; return the seal over it."""
+        """Store the manifest of the whole and the files next to the parts; return the seal.
+
+        The files are durable when this returns.
+        """
         parts = tuple(refs[name] for name in self._parts)
         base = self._run.generation
         files = () if beside is None else self._send(beside)
@@ -276,13 +289,13 @@ class HomeSide:
         return Sender(target, path, domain).send([f.path for f in list_files(path)]).files
 
     def _append(self, seal: Seal, state: LogState) -> LogState:
-        """The commit."""
+        """Append the seal. This is the commit."""
         program = seal_save(seal, self._means, state, replace=self._replace)
         outcome = drive(program, self._run.seat.storage)
         if not isinstance(outcome, Refused):
             return outcome.state
         match outcome.reason:
-            case Refusal.NOTHING:  # an earlier call of ours, whose answer was lost
+            case Refusal.NOTHING:  # an earlier call of ours did it, and its answer was lost
                 return outcome.state
             case Refusal.FENCED:
                 raise self._fenced(outcome.state.fence)
@@ -310,10 +323,13 @@ class HomeSide:
         )
 
     def _finish(self, seal: Seal, state: LogState) -> LogState:
-        """Project the files in home. It is committed: if this fails, the next writer does it."""
+        """Project the files in the home.
+
+        The checkpoint is committed: if this fails, the next writer does it.
+        """
         seat, holder, background = self._run.seat, self._run.generation, self._run.seat.background
         doomed = to_clear({self._home.id: state}, self._home.id, seat.spared)
-        # Plain names may be a later owner's by the time that a chore comes to them.
+        # Plain names may belong to a later owner by the time that a chore removes them.
         aside = background is not None and not any(
             one.seal.artifact is Kind.DIRECTORY for one in doomed
         )
@@ -333,9 +349,10 @@ class HomeSide:
             logger.warning("%s is committed; its projection is incomplete: %s", seal.name, error)
             return state
         finally:
-            seat.touch_log_later()  # the seal stands, whatever became of its projection
+            seat.touch_log_later()  # sealed, even if the projection failed
         if background is not None and aside:
-            # Deleting takes requests there, and what the caller waits for is done.
+            # Deletes take requests on an object store, and the caller does not need to wait for
+            # them.
             own = frozenset({seal.save_id} if at_once else ())
             clearing = clear(self._means, self._known, holder, seat.spared, own)
             turns = take_turns(clearing, seat.turn)
@@ -372,12 +389,12 @@ class TicketPart:
 
 @dataclass(frozen=True, slots=True)
 class SealedPart:
-    """A part that is whole and durable where it was written; it is committed with the others. Picklable.
+    """A part that is complete and durable, and will be committed with the others. Picklable.
 
     Attributes:
         part: Its name.
         of: The id of the save that it belongs to.
-        ref: What the commit records of it.
+        ref: The reference to it that the commit records.
         result: What was saved, on this rank and on all.
     """
 
@@ -399,8 +416,8 @@ class Decision:
     Attributes:
         uri: Where it is.
         step: Completed optimizer steps; None where there is no number.
-        seal: What was decided.
-        word: What groups that do not reach home learn of it. For ckptfs itself.
+        seal: The seal that committed it.
+        word: The state of the home for groups that do not reach it. For ckptfs itself.
         storage_options: How the run is opened: the ticket's.
     """
 
@@ -424,15 +441,16 @@ class Decision:
     ) -> None:
         """Make the decision known on the disks that this group reaches. Collective over one group.
 
-        Needed where parts are on disks that the driver does not reach: until then readers there find the
-        checkpoint in doubt, and its files in ``.ckptfs``. The group's next ``save`` of a part does the same.
-        Repeating it does nothing.
+        This is needed if parts are on disks that the driver does not reach: until then readers
+        there find the checkpoint in doubt, and its files in ``.ckptfs``. The group's next ``save``
+        of a part does the same. Repeating it does nothing.
 
         Args:
             process_group: The ranks of the group; None: the default group.
             timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
                 CKPTFS_TIMEOUT_S.
-            storage_options: What replaces some of ``self.storage_options`` here; None: nothing.
+            storage_options: Options that replace some of ``self.storage_options`` here; None:
+                nothing.
 
         Raises:
             FencedError: The run has a newer owner.
@@ -451,14 +469,14 @@ Then = Callable[[Decision, Sequence[SealedPart]], None]
 
 @dataclass
 class Ticket:
-    """One checkpoint under way. Picklable; a copy in another process gives parts and commits nothing.
+    """One checkpoint in progress. Picklable; a copy in another process gives parts, never commits.
 
     Attributes:
         uri: Where the checkpoint will be.
         step: Completed optimizer steps; None where there is no number.
         save_id: The id of the save.
         parts: Their names. A commit needs all of them.
-        word: What groups learn of the run's home. For ckptfs itself.
+        word: The state of the run's home, for the groups. For ckptfs itself.
         storage_options: How the groups open the run; credentials in it travel with the ticket.
     """
 
@@ -496,28 +514,30 @@ class Ticket:
         metrics: Mapping[str, float] | None = None,
         beside: str | None = None,
     ) -> Decision:
-        """Commit the checkpoint: one seal in home, over all parts. In the process that began it.
+        """Commit the checkpoint with one seal over all parts, in the process that began it.
 
-        Committed and durable when this returns, and visible on home's own disk. After a crash the checkpoint
-        is committed or not, and the next owner of the run knows which.
+        The checkpoint is committed and durable when this returns, and visible on the home's own
+        disk. After a crash it is committed or not, and the next owner of the run knows which.
 
         Args:
-            sealed: What ``save`` returned, of each part at least once.
+            sealed: The values that ``save`` returned, at least one for each part.
             metrics: Numbers for ``keep_best`` and the log; None: none.
-            beside: A local directory of this process with files that become part of the checkpoint too, next
-                to the parts; for checkpoints of directories. None: no such files.
+            beside: A local directory of this process with further files that become part of the
+                checkpoint, next to the parts; for checkpoints of directories. None: no such files.
 
         Returns:
             The decision, for groups that do not reach home.
 
         Raises:
-            IncompleteCheckpointError: A part is missing, which the message names. Nothing is decided, and
-                commit may be called again.
-            CommitInDoubtError: Calling it again, or the next owner of the run, settles it.
+            IncompleteCheckpointError: A part is missing, and the message names it. Nothing is
+                decided, and commit may be called again.
+            CommitInDoubtError: It is not known whether it was committed. Another call, or the next
+                owner of the run, settles it.
             FencedError: The run has a newer owner. Nothing was committed, and never will be.
-            CommitConflictError: The name was committed by another save, or the ticket was given up. Nothing
-                was committed, and never will be.
-            StateError: A part was saved for another ticket, or this process did not begin the ticket.
+            CommitConflictError: The name was committed by another save, or the ticket was given up.
+                Nothing was committed, and never will be.
+            StateError: A part was saved for another ticket, or this process did not begin the
+                ticket.
         """
         pairs = tuple((part.of, part.ref) for part in sealed)
         seal, word = self._at_home.commit(pairs, metrics or {}, beside)
@@ -527,9 +547,10 @@ class Ticket:
         return decision
 
     def abandon(self) -> None:
-        """Give the checkpoint up, in the process that began it; harmless after a commit.
+        """Give the checkpoint up, in the process that began it. Harmless after a commit.
 
-        What home reaches is removed now. Parts elsewhere are removed by the next ``save`` there.
+        The bytes that the home reaches are removed now. Parts elsewhere are removed by the next
+        ``save`` there.
 
         Raises:
             StateError: This process did not begin the ticket.
@@ -562,14 +583,29 @@ def begin_parts(
     storage_options: Mapping[str, Any] | None = None,
     then: Then | None = None,
 ) -> Ticket:
-    """Collective over the run's ranks. Begin a checkpoint of parts; nothing is visible yet.
+    """Begin a checkpoint of parts. Nothing is visible yet. Collective over the run's ranks.
 
-    artifact: what all its parts are: state dicts (``ckptfs.save``), or directories (``directory_parts``).
-    save_id: of a copy, one that was never tried here.
-    storage_options: how the groups open the run, where they need other options than their own.
-    then: called after the commit, on every rank of the run that made it.
-    CommitConflictError: the name is taken. FencedError: the run has a newer owner. StateError: the
-    parts' names. After a crash the next owner of the run gives up what was not committed.
+    After a crash the next owner of the run gives up what was not committed.
+
+    Args:
+        run: The held run.
+        name: The name of the checkpoint.
+        step: Completed optimizer steps; None where there is no number.
+        parts: The names of the parts.
+        if_exists: What to do if the name is committed already.
+        artifact: The kind of all its parts: state dicts (``ckptfs.save``), or directories
+            (``directory_parts``).
+        save_id: For a copy, an id that was never tried here.
+        storage_options: How the groups open the run, if they need other options than their own.
+        then: Called after the commit, on every rank of the run that made it.
+
+    Returns:
+        The ticket.
+
+    Raises:
+        CommitConflictError: The name is taken.
+        FencedError: The run has a newer owner.
+        StateError: The names of the parts are not valid.
     """
     _check_names(name, parts, run.seat.storage.uri(name))
     run.check(run.uri / name)

@@ -1,10 +1,10 @@
 """One save, over all ranks: the collective that turns written files into a commit.
 
     rank 0 .. n-1   begin()                       owners          coordinator
-      |               survey  ------------------> fold logs ----> name free? base, seq, save_id
+      |               survey  ------------------> fold logs ----> check the name; base, seq, save_id
       |               begin   ------------------> make attempts/<id>/<id>/, attempt.json
       |               confirm   one process per node reads the record through its own path
-      |             (the caller writes files below .prefix, anything it likes)
+      |             (the caller writes any files below .prefix)
       |             commit(write, finish)
       |               write   ------------------------------------> planned == written? manifest
       |               prepare ------------------> manifest, .metadata, every name durable
@@ -12,9 +12,9 @@
       |               finish  ------------------> record, project, reclaim
 
 Every line is one ``control.step``: it ends on every rank with the same value or the same error. Up
-to ``prepare`` a failure leaves the old state and ``abandon`` removes what was written; after a seal
-was tried nothing is removed by anybody but recovery. ``finish`` cannot fail the save any more: what
-it leaves undone, the next writer does.
+to ``prepare`` a failure leaves the old state, and ``abandon`` removes what was written. After a seal
+was tried, only recovery removes anything. ``finish`` cannot fail the save any more: the next writer
+does what it did not complete.
 """
 
 from __future__ import annotations
@@ -82,13 +82,14 @@ __all__ = ["Attempt", "Gathered"]
 
 logger = logging.getLogger("ckptfs.commit")
 
-DRAIN_S = 60.0  # a directory waits so long for deletes under way, and is refused where they last
+DRAIN_S = 60.0  # how long a directory waits for running deletes before it is refused
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What the owners seal; ``files`` travels to each of them apart, and not at all when only the
-    coordinator needs it.
+    """The content that the owners seal.
+
+    ``files`` is sent to each of them separately, and not at all if only the coordinator needs it.
     """
 
     digest: str
@@ -99,8 +100,11 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """How the attempt began in one domain. others: of the same name. is_taken: nothing was made, because
-    something lies under the name.
+    """How the attempt began in one domain.
+
+    Attributes:
+        others: Other attempts of the same name.
+        is_taken: Nothing was made, because there is something under the name.
     """
 
     others: tuple[str, ...] = ()
@@ -109,7 +113,12 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """What became of the projection in one domain, and how many bytes of older saves stay there."""
+    """The result of the projection in one domain.
+
+    Attributes:
+        note: Why it is incomplete; empty if it is complete.
+        replaced_bytes: How many bytes of older saves of the name stay there.
+    """
 
     note: str = ""
     replaced_bytes: int = 0
@@ -122,7 +131,10 @@ R = TypeVar("R")
 def _logged(
     method: Callable[Concatenate[Attempt, P], R],
 ) -> Callable[Concatenate[Attempt, P], R]:
-    """What is logged meanwhile, on any thread that works for it, names the save."""
+    """Name the save in all log records that are made during the call.
+
+    This includes records of other threads that work for it.
+    """
 
     @functools.wraps(method)
     def run(self: Attempt, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -133,7 +145,7 @@ def _logged(
 
 
 class Attempt:
-    """One save, seen from one rank. Every rank makes one and makes the same calls in order."""
+    """One save, on one rank. Every rank makes one and makes the same calls in order."""
 
     def __init__(self, seat: Seat, spec: SaveSpec, caller: Caller | None = None) -> None:
         if spec.name in (CONTROL, SHARED):
@@ -151,8 +163,8 @@ class Attempt:
         self._plan: SavePlan | None = None
         self._keys: AttemptKeys | None = None
         self._foreign: str | None = None
-        self._stood: bytes | None = None  # under the name, where that is looked at with the log
-        self._small: dict[str, bytes] = {}  # an owner's, as it wrote them
+        self._stood: bytes | None = None  # what the name holds, if read with the log
+        self._small: dict[str, bytes] = {}  # an owner's small files, as it wrote them
         self._seal_tried = False
         self._committed: Committed | None = None
         self._began = False
@@ -175,12 +187,12 @@ class Attempt:
 
     @property
     def keys(self) -> AttemptKeys:
-        """Where its files lie."""
+        """The keys of its files."""
         return self._named
 
     @property
     def log_fields(self) -> dict[str, Any]:
-        """What records of this save say of it."""
+        """The fields that log records of this save get."""
         run, control = self.seat.storage.root, self.seat.control
         save_id = self.spec.save_id if self._keys is None else self._keys.save_id
         return {
@@ -192,8 +204,9 @@ class Attempt:
 
     @property
     def previous(self) -> Seal | None:
-        """The last committed save of this one's kind, where this one holds the run; equal on all
-        ranks after begin().
+        """The last committed save of the same kind, if this save holds the run; else None.
+
+        Equal on all ranks after begin().
         """
         return self._planned.previous
 
@@ -204,7 +217,7 @@ class Attempt:
 
     @property
     def directory(self) -> str:
-        """The key of what will be the step directory (kind DIRECTORY: plain names go there)."""
+        """The key of the future step directory. For kind DIRECTORY, plain names go there."""
         return self._named.directory
 
     @property
@@ -228,13 +241,18 @@ class Attempt:
 
     @_logged
     def begin(self) -> None:
-        """Collective. Decide the save's id and base, make its directories, confirm them.
+        """Decide the save's id and base, make its directories, and confirm them. Collective.
 
-        CommitConflictError: the name is committed. FencedError: the run has a newer owner. After an
-        error nothing is visible; a record of the attempt may lie in ``.ckptfs/attempts``.
+        After an error nothing is visible; a record of the attempt may remain in
+        ``.ckptfs/attempts``.
 
-        Where what is committed was removed by hand, the log records that first, and the save goes on;
-        without ``spec.run`` it claims the run for that, until it ends. RunBusyError: an owner lives.
+        If the committed save of this name was removed by hand, the log records that first, and the
+        save continues. Without ``spec.run`` it claims the run for that, until it ends.
+
+        Raises:
+            CommitConflictError: The name is committed.
+            FencedError: The run has a newer owner.
+            RunBusyError: The run must be claimed, and a living owner holds it.
         """
         try:
             self._begin_save()
@@ -281,8 +299,9 @@ class Attempt:
         )
 
     def _free_name(self) -> bool:
-        """Collective, where the name is taken: whether nothing lies there any more of what has it. Then the
-        log says so when this returns.
+        """Whether a taken name is free because its save was removed by hand. Collective.
+
+        If so, the log records that when this returns.
         """
         name, artifact = self.spec.name, self.spec.artifact
         if not find_removed(self.seat, name, artifact):
@@ -291,23 +310,29 @@ class Attempt:
             keep = () if self.spec.save_id is None else (self.spec.save_id,)
             self._claim(keep)
         assert self.spec.run is not None  # noqa: S101 - claimed above
-        # Looks again, now that nobody else moves anything: what was on its way then may have come.
+        # Look again, now that no other process moves anything: a file that was being moved may be there now.
         return record_removed(self.seat, name, artifact, self.spec.run)
 
     def _claim(self, keep: tuple[str, ...] = ()) -> None:
-        """Collective. Claim the run for this save, until it ends. RunBusyError: an owner lives."""
-        # What runs in a job beside its manager takes nothing from that.
+        """Claim the run for this save, until it ends. Collective.
+
+        RunBusyError: a living owner holds the run.
+        """
+        # A save that runs in a job next to the job's manager must not take the run from that manager.
         self._claimed = claim(self.seat, takeover=Takeover.DEAD, keep=keep, caller=self._caller)
         self.seat = self._claimed.seat
         self.spec = replace(self.spec, run=self._claimed.generation)
 
     @property
     def _claims_when_taken(self) -> bool:
-        """Whether it may replace, and holds no run yet: a name that nobody knows is saved without one."""
+        """Whether the save claims the run if the name is taken.
+
+        It does so if it may replace and holds no run yet. An unused name is saved without a claim.
+        """
         return self.spec.if_exists is IfExists.REPLACE and self.spec.run is None
 
     def _let_go(self) -> None:
-        """Release what was claimed for this save alone; harmless twice."""
+        """Release the run that was claimed for this save alone. Calling it twice is harmless."""
         run, self._claimed = self._claimed, None
         if run is not None:
             run.release()
@@ -317,9 +342,9 @@ class Attempt:
             return None
         background = self.seat.background
         if background is not None and self.spec.artifact is Kind.DIRECTORY:
-            # Plain names never overwrite: what the last commit doomed has to be gone first.
+            # Plain names never overwrite: the saves that the last commit replaced must be gone first.
             background.drain(DRAIN_S)
-        # Whoever holds the run made the log's directories when it claimed it.
+        # The holder of the run made the log's directories when it claimed the run.
         look = survey() if self.spec.run is None else catch_up_again(self._known)
         if self._looks_at_once:
             stands = metadata_at(self.spec.name)
@@ -333,7 +358,10 @@ class Attempt:
         return self.spec.name, self.spec.step, self.spec.artifact.value
 
     def _agree(self, told: Sequence[tuple[tuple[str, int | None, str], View | None]]) -> SavePlan:
-        """The plan, if all ranks mean one save: half of step 10 and half of step 11 are neither."""
+        """Return the plan if all ranks mean one save.
+
+        Half of step 10 together with half of step 11 would be neither.
+        """
         odd = next((rank for rank, (what, _) in enumerate(told) if what != told[0][0]), None)
         if odd is not None:
             raise StateError(
@@ -342,7 +370,8 @@ class Attempt:
                 uri=self.storage.root,
                 hint="make the same calls in the same order on every rank",
             )
-        # A metric is each rank's own number: the seal, the same everywhere, has the coordinator's.
+        # A metric is a number of each rank's own: the seal, which is the same everywhere, has that
+        # of the coordinator.
         return replace(self._decide([view for _, view in told]), metrics=self.spec.metrics)
 
     def _decide(self, answers: Sequence[View | None]) -> SavePlan:
@@ -350,25 +379,26 @@ class Attempt:
 
     @property
     def _looks_at_once(self) -> bool:
-        """Whether what stands under the name is looked at together with the log: requests take long."""
+        """Whether what exists under the name is read together with the log. Requests take long."""
         is_object = self._means.caps.shape is Shape.OBJECT
         return is_object and self.spec.artifact is not Kind.DIRECTORY
 
     def _begin_plainly(self) -> _Begun | SymlinkError | CommitConflictError:
         try:
             if self._look_for_foreign() and self._claims_when_taken:
-                self._began = False  # nothing is made before the run is claimed
+                self._began = False  # nothing was made, because the run must be claimed first
                 return _Begun(is_taken=True)
             return _Begun(self._begin())
         except (SymlinkError, CommitConflictError) as error:
-            self._began = False  # nothing was made: nothing is to be aborted
+            self._began = False  # nothing was made, so there is nothing to abort
             return error  # a value, so that it is raised as its type
 
     def _look_for_foreign(self) -> bool:
-        """Another program's checkpoint of that name: replaced when that was asked for, else refused. Whether
-        one is there, or a copy of one of ours.
+        """Whether another program's checkpoint, or a copy of one of ours, has the name.
 
-        Only the one that stands there now: what comes while this save is written is left alone.
+        Another program's checkpoint is replaced if the caller wanted that, else refused. Only the
+        one that is there now is replaced: one that appears while this save is written is left
+        alone.
         """
         if not self._owner or self._state is None or self.spec.artifact is Kind.DIRECTORY:
             return False
@@ -376,7 +406,7 @@ class Attempt:
         stood = self._stood if self._looks_at_once else drive(metadata_at(name), self.storage)
         found = drive(foreign_at(name, stood, self._state), self.storage)
         self._foreign = None if found is None else found.digest
-        # A copy of a checkpoint of ours, whole or interrupted, is no other program's.
+        # A complete or interrupted copy of a checkpoint of ours is not another program's checkpoint.
         if found is None or found.is_copy:
             return found is not None
         if self.spec.if_exists is IfExists.ERROR or self.spec.spares_foreign:
@@ -393,7 +423,8 @@ class Attempt:
             return ()
         drive(begin(self._named, self._planned.base, replaces=self._foreign), self.storage)
         if self.spec.artifact is Kind.DIRECTORY and self._named.shape is Shape.OBJECT:
-            # After our own record: of two that begin at once at least one sees the other.
+            # After our own record: if two attempts begin at the same time, at least one sees the
+            # other.
             state = self._state or LogState()
             return drive(other_attempts(self._named, state), self.storage)
         return ()
@@ -401,7 +432,10 @@ class Attempt:
     def _refuse_others(
         self, answers: Sequence[_Begun | SymlinkError | CommitConflictError]
     ) -> bool:
-        """Whether something lies under the name that the log does not know, and the run is to be claimed."""
+        """Whether there is something under the name that the log does not know.
+
+        Then the run must be claimed.
+        """
         for answer in answers:
             if isinstance(answer, SymlinkError | CommitConflictError):
                 raise answer
@@ -417,8 +451,10 @@ class Attempt:
         return any(one.is_taken for one in begun)
 
     def _confirm(self) -> None:
-        """One process per node reads the record by its path: a client may have cached that the
-        directory does not exist, and an existing directory may be somebody else's.
+        """Read the attempt's record through this node's own path, in one process per node.
+
+        A client may have cached that the directory does not exist, and an existing directory may
+        belong to another process.
         """
         if self.seat.placement.is_node_lead and not self._owner:
             record = self._named.record
@@ -427,11 +463,15 @@ class Attempt:
             read_limited(self.storage, record)
 
     def given_up(self, error: CkptfsError) -> Committed:
-        """Local, from any thread. What this save came to, for whoever waits while this rank's part of it
-        hangs: ``error`` is what its step ended with on all others.
+        """Return the result of the save while this rank's part of it hangs. Local, from any thread.
 
-        Before the seal it raises that. CommitInDoubtError: it hangs in the seal. What is committed stays
-        so; that its projection is not complete is among the warnings, as on the others.
+        It is for a caller that waits for the save. ``error`` is the error that its step ended with
+        on all other ranks. If the save is committed, it stays so; the error is then among the
+        warnings, as on the other ranks, because the projection is not complete.
+
+        Raises:
+            CommitInDoubtError: This rank hangs in the seal.
+            CkptfsError: ``error``, if it hangs before the seal.
         """
         if self._committed is not None:
             return replace(self._committed, warnings=(str(error),))
@@ -449,13 +489,23 @@ class Attempt:
         write: Callable[[], WrittenPart],
         finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
     ) -> Committed:
-        """Collective. Write, then seal what all ranks wrote; committed when this returns.
+        """Write, then seal what all ranks wrote. Committed when this returns. Collective.
 
-        write: makes this rank's files, each durable when it returns; its error reaches all ranks.
-        finish: runs on the coordinator with every rank's part, checks that what was planned was
-        written, and returns the further small files (such as ``.metadata``) that go beside the
-        manifest. Errors before the seal: the old state stays, call abandon(). CommitInDoubtError:
-        the next begin or prepare_run settles it.
+        After an error before the seal the old state stays; call abandon().
+
+        Args:
+            write: Makes this rank's files, each durable when it returns. Its error reaches all
+                ranks.
+            finish: Runs on the coordinator with every rank's part. It checks that what was planned
+                was written, and returns the further small files (such as ``.metadata``) that are
+                stored next to the manifest.
+
+        Returns:
+            The committed save.
+
+        Raises:
+            CommitInDoubtError: It is not known whether the save is committed. The next begin or
+                prepare_run settles it.
         """
         control = self.seat.control
         kept: dict[str, SmallFile] = {}
@@ -473,7 +523,7 @@ class Attempt:
         try:
             self._state = self._append_seal(seal)
         except NameTaken:
-            # Surely not sealed. The bytes stay as they are, and only what names the generation is new.
+            # Certainly not sealed. The data stays as it is; only the files that name the generation are new.
             self._seal_tried = False
             seal = self._described_anew(gathered.origins)
             self._seal_tried = True
@@ -490,7 +540,7 @@ class Attempt:
         return Committed(seal.save_id, gathered.counters, commit_s, warnings, replaced_bytes)
 
     def _described_anew(self, origins: tuple[str, ...]) -> Seal:
-        """Collective. Claim the run, and give what was written a manifest of its generation."""
+        """Claim the run, and write a manifest of its generation for the files. Collective."""
         self.spec = replace(self.spec, save_id=self.save_id)
         self._claim((self.save_id,))
         self._plan = self._planned_together()
@@ -507,7 +557,8 @@ class Attempt:
         return seal_of_plan(self._planned, self.spec, digest_of(encoded), origins)
 
     def _append_seal(self, seal: Seal) -> LogState | None:
-        # Without the run it replaces nothing: the name may have been taken while it was written.
+        # Without the run it replaces nothing: the name may have been taken while the save was
+        # written.
         replaces = self.spec.if_exists is IfExists.REPLACE and self.spec.run is not None
         return seal_everywhere(
             self.seat,
@@ -535,12 +586,12 @@ class Attempt:
         counters = tuple(part.counters for part in parts)
         digest, origins = digest_of(encoded), origins_of(manifest)
         if len(self._planned.domains) == 1 and self._owner:
-            kept.update(files)  # the coordinator is the only owner: nothing large on the wire
+            kept.update(files)  # the coordinator is the only owner: nothing large has to be sent
             return Gathered(digest, {}, counters, origins)
         return Gathered(digest, files, counters, origins)
 
     def _apart(self, gathered: Gathered) -> tuple[Gathered, Mapping[str, SmallFile] | None]:
-        """Each owner's files for it alone: they are as large as the checkpoint has items."""
+        """Send each owner only its own files: they are as large as the checkpoint has items."""
         if not gathered.files:
             return apart(gathered)
         here = {domain.owner: domain.id for domain in self.seat.placement.domains}
@@ -562,12 +613,16 @@ class Attempt:
     # -- after the commit ---------------------------------------------------------------
 
     def _finish(self, seal: Seal) -> tuple[tuple[str, ...], int]:
-        """Record and project. The save is committed: a failure here is a warning, not an error. Beside the
-        warnings, how many bytes of older saves of the name stay.
+        """Record the decision and project the save.
+
+        The save is committed: a failure here is a warning, not an error.
+
+        Returns:
+            The warnings, and how many bytes of older saves of the name stay.
         """
 
         def together(ends: Sequence[_Finished]) -> tuple[tuple[str, ...], int]:
-            # Not a list of what each rank found: every rank would read one entry for each of them.
+            # Not one value per rank: every rank would have to read as many values as there are ranks.
             warnings = tuple(dict.fromkeys(end.note for end in ends if end.note))
             return warnings, sum(end.replaced_bytes for end in ends)
 
@@ -585,8 +640,8 @@ class Attempt:
         holder, background = self.spec.run, self.seat.background
         at_once = is_for_call(holder)
         try:
-            # Of other saves this domain knows only what its own log records: an earlier one that
-            # is sealed here but not elsewhere must not be projected.
+            # This domain knows only what its own log records about other saves: an earlier save
+            # that is sealed here but not elsewhere must not be projected.
             aside = background is not None and not self._clears_plain_names()
             now = None if aside else holder
             behind = holder is not None and aside
@@ -608,9 +663,10 @@ class Attempt:
         except (StorageError, CommitInDoubtError) as error:
             return _Finished(str(error), self._replaced_bytes(seal, at_once=at_once))
         finally:
-            self.seat.touch_log_later()  # the seal stands, whatever became of its projection
+            self.seat.touch_log_later()  # sealed, even if the projection failed
         if holder is not None and background is not None and aside:
-            # Deleting takes requests there, and what the caller waits for is done.
+            # Deletes take requests on an object store, and the caller does not need to wait for
+            # them.
             own = frozenset({seal.save_id} if at_once else ())
             tidying = tidy(
                 self._named,
@@ -626,7 +682,10 @@ class Attempt:
         return _Finished(replaced_bytes=self._replaced_bytes(seal, at_once=at_once))
 
     def _replaced_bytes(self, seal: Seal, *, at_once: bool) -> int:
-        """What older saves of the name have here that is not about to go, as their manifests say."""
+        """Return the bytes of older saves of the name here that will not be removed soon.
+
+        Their sizes are in their manifests.
+        """
         if not self._planned.replaces or self._state is None:
             return 0
         here, own = self._means.domain, frozenset({seal.save_id} if at_once else ())
@@ -652,8 +711,10 @@ class Attempt:
         return sum(file.size_bytes for file in files if file.domain in (None, here))
 
     def _clears_plain_names(self) -> bool:
-        """Whether a directory artifact is to go: plain names may be a later owner's by the time that a
-        chore comes to them, so they go before this save returns.
+        """Whether a directory checkpoint is to be removed.
+
+        Its plain names may belong to a later owner by the time that a chore removes them, so they
+        are removed before this save returns.
         """
         here = self._means.domain
         spared = self.seat.spared
@@ -662,9 +723,9 @@ class Attempt:
 
     @_logged
     def abandon(self) -> None:
-        """Local, best effort, after a failed begin, write or commit: abort and remove our bytes.
+        """Abort and remove our bytes after a failed begin, write or commit. Local, best effort.
 
-        Nothing is removed once a seal was tried: recovery judges that.
+        Nothing is removed once a seal was tried: recovery decides about that.
         """
         try:
             self._abandon()

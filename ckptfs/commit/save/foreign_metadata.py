@@ -42,10 +42,10 @@ _WORD = re.compile(rb"[\w~.-]+", re.ASCII)
 
 
 def is_known(name: str, metadata: bytes, state: LogState) -> bool:
-    """Whether a ``.metadata`` under that name is of a save that this log knows."""
+    """Whether a save that this log knows wrote the ``.metadata`` under that name."""
     if saves_named(metadata, state):
         return True
-    # Of a directory artifact any file is its own, also a `.metadata` that a framework wrote there.
+    # Every file of a directory checkpoint belongs to it, also a `.metadata` that a framework wrote there.
     return any(
         save.seal is not None
         and save.seal.artifact is Kind.DIRECTORY
@@ -64,7 +64,7 @@ class ForeignMetadata:
 
 
 def metadata_at(name: str) -> Program[bytes | None]:
-    """The ``.metadata`` under a name, of any writer."""
+    """Return the ``.metadata`` under a name, by any writer, or None."""
     try:
         data: bytes = yield Read(f"{name}/{METADATA}")
     except NotFoundError:
@@ -73,7 +73,7 @@ def metadata_at(name: str) -> Program[bytes | None]:
 
 
 def foreign_at(name: str, data: bytes | None, state: LogState) -> Program[ForeignMetadata | None]:
-    """What ``metadata_at`` found under that name where it is foreign, else None."""
+    """Return what ``metadata_at`` found under that name if it is foreign, else None."""
     if data is None:
         return None
     # A save may have been sealed since the log was folded.
@@ -87,15 +87,17 @@ def foreign_at(name: str, data: bytes | None, state: LogState) -> Program[Foreig
 
 
 def was_to_replace(name: str, save_id: str, metadata: bytes) -> Program[bool]:
-    """Whether a save that waits for its projection has to replace this foreign ``.metadata``. Its record says so, which
-    its writer made before any data, because the writer may have died after its commit.
+    """Whether a save that waits for its projection has to replace this foreign ``.metadata``.
+
+    Its record says so. The writer made the record before any data, because it may die after its
+    commit.
     """
     keys = AttemptKeys(Shape.FILESYSTEM, name, save_id)
     moved = f"{keys.projected_data}/{keys.record.rpartition('/')[2]}"
     for record in (keys.record, moved, AttemptKeys(Shape.OBJECT, name, save_id).record):
         try:
             if record == moved:
-                # Once it was projected, what stands there came later.
+                # The save was projected already, so the existing one came later.
                 yield StatOf(f"{keys.attempt}/{METADATA}")
             return decode_record((yield Read(record))).replaces == digest_of(metadata)
         except NotFoundError:
@@ -106,7 +108,10 @@ def was_to_replace(name: str, save_id: str, metadata: bytes) -> Program[bool]:
 
 
 def saves_named(metadata: bytes, state: LogState) -> frozenset[str]:
-    """The saves of a log that a ``.metadata`` names by their ids in its data paths. Nothing is unpickled."""
+    """Return the saves of a log that a ``.metadata`` names by their ids in its data paths.
+
+    Nothing is unpickled.
+    """
     words = set(_WORD.findall(metadata))
     # A pickle writes the length of a short text as one byte before it, which may look like a letter.
     words |= {word[1:] for word in words}
@@ -125,7 +130,7 @@ _NAMED = Schema(_Named)
 
 
 def names_save(manifest: bytes) -> str | None:
-    """The save_id that a projected ``ckptfs.json`` names, or None where it is not ours."""
+    """Return the save_id that a projected ``ckptfs.json`` names, or None if it is not ours."""
     try:
         return _NAMED.decode(manifest).save_id
     except SchemaError:

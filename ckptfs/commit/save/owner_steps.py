@@ -2,14 +2,14 @@
 
     survey    make the log's directories and fold the log
     begin     make the attempt, its record first
-    prepare   manifest and metadata beside the data; every name durable
+    prepare   manifest and metadata next to the data; every name durable
     seal      append the seal: with one domain this is the commit
     finish    record the decision (several domains), project
     clear     delete what was replaced
-    tidy      clear, and the attempt's record, in the background where deleting takes requests
-    undo      abort what was not sealed everywhere, remove the bytes of an own failed attempt
+    tidy      clear, and remove the attempt's record; in the background if deleting takes requests
+    undo      abort what was not sealed everywhere, remove the bytes of our own failed attempt
 
-``attempt.py`` runs them over all ranks; the model search in ``tests/model`` runs the same ones.
+``attempt.py`` runs them over all ranks; the model search in ``tests/model`` runs the same programs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """How many saves' bytes went, and the log after it."""
+    """The number of saves with removed bytes, and the log after that."""
 
     saves: int
     state: LogState
@@ -83,10 +83,14 @@ def begin(
     home: str = "",
     replaces: str | None = None,
 ) -> Program[None]:
-    """Make the attempt. Its record is durable before any data: recovery judges by it.
+    """Make the attempt. Its record is durable before any data, because recovery judges by it.
 
-    of, home: of a part, the id of the whole and the domain that decides over that. replaces: as for
-    ``encode_record``.
+    Args:
+        keys: The keys of the attempt.
+        base: The generation that it begins under.
+        of: For a part, the id of the whole.
+        home: For a part, the domain that decides over the whole.
+        replaces: As for ``encode_record``.
     """
     yield from name_is_plain(keys.name, keys.shape)
     record = encode_record(keys.save_id, keys.name, base, of=of, home=home, replaces=replaces)
@@ -97,15 +101,17 @@ def begin(
             yield Write(keys.record, record)
             break
         except (NotFoundError, StaleError):
-            # A recovery took the empty directory for one that died before its first file.
+            # A recovery removed the empty directory because it took the attempt for a dead one.
             yield Pause(attempt, f"making {home}")
             attempt += 1
     yield Sync(home)
 
 
 def prepare(keys: AttemptKeys, files: Mapping[str, bytes]) -> Program[None]:
-    """Write the small files: immutable ones beside the data, on filesystems a second copy that the
-    projection consumes. Returns with every name of the attempt durable, data files included.
+    """Write the small files, and return when every name of the attempt is durable.
+
+    The immutable files are stored next to the data. On filesystems there is a second copy, which
+    the projection consumes. Data files are durable under their names too.
     """
     yield from all_at_once([Write(f"{keys.data}/{name}", data) for name, data in files.items()])
     yield Sync(keys.data)
@@ -118,7 +124,7 @@ def prepare(keys: AttemptKeys, files: Mapping[str, bytes]) -> Program[None]:
 def seal_save(
     seal: Seal, means: Means, state: LogState | None, *, replace: bool
 ) -> Program[Appended | Refused[Refusal]]:
-    """Append the seal in this domain, or say why not."""
+    """Append the seal in this domain, or return why not."""
     return (
         yield from append_here(lambda seen: may_seal(seen, seal, replace=replace), means, state)
     )
@@ -135,10 +141,22 @@ def finish(
     in_hand: InHand | None = None,
     at_once: bool = False,
 ) -> Program[LogState]:
-    """After the commit: record it where several domains decided, project, and, when we hold the
-    run, delete what earlier commits replaced (None: not here, see ``clear``). ``state``: this
-    domain's fold with the seal. replaces, in_hand: as for ``project``. at_once: what this save itself replaced goes
-    too, because nobody who holds the run commits after it.
+    """Record the decision if several domains made it, project the save, and clear.
+
+    Args:
+        seal: The seal of the committed save.
+        means: The domain and its capabilities.
+        state: This domain's fold with the seal.
+        holder: Our generation, if we hold the run: then what earlier commits replaced is deleted.
+            None: it is not deleted here, see ``clear``.
+        spare: As for ``clear``.
+        replaces: As for ``project``.
+        in_hand: As for ``project``.
+        at_once: Delete what this save itself replaced too, because its holder commits nothing after
+            it.
+
+    Returns:
+        The folded log.
     """
     if len(seal.domains) > 1:
         state = yield from _record(seal.save_id, Outcome.COMMITTED, means, state)
@@ -162,8 +180,9 @@ def tidy(
     spare: Container[str],
     at_once: Container[str],
 ) -> Program[None]:
-    """What nobody waits for after a save on an object store: its record goes, and what is doomed by now,
-    as for ``clear``.
+    """Remove a save's record and the doomed saves, after a save on an object store.
+
+    No process waits for this. ``spare`` and ``at_once``: as for ``clear``.
     """
     yield from drop_record(keys)
     if state is None or to_clear({means.domain: state}, means.domain, spare, at_once):
@@ -177,11 +196,21 @@ def clear(
     spare: Container[str] = frozenset(),
     at_once: Container[str] = frozenset(),
 ) -> Program[Cleared | Refused[Refusal]]:
-    """Delete what later commits of the run replaced or an overwrite hid; Refused once fenced.
+    """Delete what later commits of the run replaced or an overwrite hid. Refused once fenced.
 
-    It may run while the next save does: an entry comes before each byte, and nobody looks at bytes
-    whose delete is in the log. spare: deleted saves whose bytes somebody else removes, asked again
-    and again while it grows. at_once: as for ``doomed``.
+    This may run while the next save does: an entry comes before each byte, and no process reads
+    bytes of a save with a delete in the log.
+
+    Args:
+        means: The domain and its capabilities.
+        state: An earlier fold of the log, or None.
+        holder: Our generation.
+        spare: Deleted saves with bytes that another task removes. It is checked each time, because
+            it may grow during the call.
+        at_once: As for ``doomed``.
+
+    Returns:
+        How many saves were deleted, or the refusal.
     """
     seen = {means.domain: (yield from catch_up(state))}
     done, failures = 0, []
@@ -199,7 +228,7 @@ def clear(
                 ),
             )
         except StorageError as error:
-            # One that cannot be deleted now (held by a lock, say) must not keep the others.
+            # A save that cannot be deleted now (because of a lock, say) must not stop the others.
             failures.append(error)
             continue
         seen = {means.domain: gone.state}
@@ -228,8 +257,8 @@ def _record(
 def undo(keys: AttemptKeys, base: Generation, means: Means) -> Program[bool]:
     """Abort our own attempt in this domain and remove its bytes.
 
-    False, and the bytes stay, where it was sealed here (the abort of another domain settles it) or
-    where a newer owner took the run (recovery is its business).
+    It returns False and keeps the bytes if the save was sealed here (then the abort of another
+    domain settles it), or if a newer owner took the run (then recovery does).
     """
     outcome = yield from append(
         lambda seen: may_abort(seen, keys.save_id, base),

@@ -1,16 +1,17 @@
 """Plain names on object stores: written before the commit, so guarded one by one.
 
-A directory artifact has the names that its reader expects, not ones of its own. On a filesystem they
-lie in the attempt until the commit; here they are final, and whoever writes them late would change
-what another committed. Two things keep writers apart:
+A directory checkpoint has the names that its reader expects, not names that contain its id. On a filesystem they
+are in the attempt until the commit. Here they are final, and a late writer would change what another save
+committed. Two things keep writers apart:
 
-    begin     the attempt's record is written, then the records are listed: of two that begin at once
-              at least one sees the other, and stops
-    each put  read the etag, fold the log (not fenced, nobody sealed the name), put if it still has
-              that etag: a writer that stalls anywhere between finds it changed
+    begin     the attempt's record is written, then the records are listed: if two begin at the same
+              time, at least one sees the other, and stops
+    each put  read the etag, fold the log (not fenced, the name not sealed), put if the object still
+              has that etag: a writer that stalls in between finds the etag changed
 
-A file in several parts cannot be put by etag everywhere; its fold comes right before it is completed,
-and a writer that stalls between the two may still complete it. That window is documented.
+Not every store can complete a multipart upload on the condition of an etag. For such a file the log is folded
+right before the completion, and a writer that stalls between the two may still complete it. That window is
+documented.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["Mine", "other_attempts", "put_plain", "still_free"]
 
 
 def other_attempts(keys: AttemptKeys, state: LogState) -> Program[tuple[str, ...]]:
-    """Other attempts of this name that are neither sealed nor aborted: at work, or dead."""
+    """Return other attempts of this name that are neither sealed nor aborted: running, or dead."""
     found: tuple[str, ...] = ()
     try:
         entries: list[Entry] = yield List(ATTEMPTS)
@@ -58,7 +59,7 @@ def other_attempts(keys: AttemptKeys, state: LogState) -> Program[tuple[str, ...
 
 @dataclass(frozen=True, slots=True)
 class Mine:
-    """Whose names they are: an attempt, the generation it carries, what the place can do."""
+    """The attempt that writes plain names, its generation, and the capabilities of the storage."""
 
     keys: AttemptKeys
     base: Generation
@@ -66,9 +67,11 @@ class Mine:
 
 
 def still_free(mine: Mine, state: LogState | None) -> Program[LogState]:
-    """The newest fold, by which this attempt may still write its plain names.
+    """Return the newest fold if this attempt may still write its plain names.
 
-    FencedError: a newer owner came, or aborted it. CommitConflictError: somebody sealed the name.
+    Raises:
+        FencedError: The run has a newer owner, or it aborted the attempt.
+        CommitConflictError: Another save sealed the name.
     """
     keys, base = mine.keys, mine.base
     seen = yield from catch_up(state)
@@ -91,7 +94,10 @@ def still_free(mine: Mine, state: LogState | None) -> Program[LogState]:
 
 
 def put_plain(mine: Mine, state: LogState | None, key: str, data: bytes) -> Program[LogState]:
-    """Put one small file, unless it is another's by now; the fold that allowed it."""
+    """Put one small file, unless it belongs to another save now.
+
+    Returns the fold that allowed it.
+    """
     attempt = 0
     while True:
         try:

@@ -1,6 +1,6 @@
-"""What the coordinator decides of one save before a byte is written, and how it is described after.
+"""The coordinator's plan of a save before a byte is written, and its description afterwards.
 
-    plan_save(spec, views, seat)     may it begin? its id, base, place in the order     (survey)
+    plan_save(spec, views, seat)     whether it may begin; id, base, place in the order (survey)
     manifest_of(plan, spec, ...)     the list of what all ranks wrote                   (gather)
     seal_of_plan(plan, spec, ...)    the entry that every owner appends                 (seal)
 
@@ -35,10 +35,16 @@ Views = Mapping[str, LogState]
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The same on every rank: the save's id, the generation it carries, its place in the order.
+    """The plan of a save, the same on every rank.
 
-    previous: of a save that holds the run, the last committed one of its kind. metrics: the
-    coordinator's. replaces: the name is taken.
+    Attributes:
+        save_id: The id of the save.
+        base: The generation that it carries.
+        seq: Its place in the order.
+        domains: The ids of its domains.
+        previous: For a save that holds the run, the last committed save of its kind.
+        replaces: Whether the name is taken.
+        metrics: The coordinator's metrics.
     """
 
     save_id: str
@@ -51,10 +57,11 @@ class SavePlan:
 
 
 def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
-    """The plan of a save that may begin, by what every domain's owner folded.
+    """Return the plan of a save that may begin, by the folds of every domain's owner.
 
-    FencedError: the run has a newer owner, or its log is not the one that was claimed.
-    CommitConflictError: the name is taken, or a failing run would replace a healthy save.
+    Raises:
+        FencedError: The run has a newer owner, or its log is not the one that was claimed.
+        CommitConflictError: The name is taken, or a failing run would replace a healthy save.
     """
     where = seat.storage.uri(spec.name)
     base = _base(spec, views, where, seat.storage.root)
@@ -64,7 +71,8 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
     if taken is not None and spec.if_exists is IfExists.ERROR:
         raise _conflict(taken, views, where)
     if taken is not None and spec.failure and not taken.failure and spec.save_id is None:
-        # It is never the latest: in the place of a healthy one it would take the run back a step.
+        # A save of a failing run is never the latest: if it replaced a healthy one, the run would
+        # lose a step.
         raise CommitConflictError(
             f"{taken.name} is a healthy checkpoint (save {taken.save_id}), and a save of a "
             "failing run does not replace it",
@@ -81,7 +89,11 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
 
 
 def _previous(spec: SaveSpec, views: Views) -> Seal | None:
-    """Only for the run's holder: nobody else deletes meanwhile what this save may build on."""
+    """Return the last committed save of the same kind, if this save holds the run.
+
+    A save that does not hold the run has none: it cannot stop the owner from deleting the files
+    that it would build on.
+    """
     if spec.run is None:
         return None
     same = [live.seal for live in catalog(views) if live.seal.artifact is spec.artifact]
@@ -93,13 +105,14 @@ def _base(spec: SaveSpec, views: Views, where: Uri, root: Uri) -> Generation:
     if spec.run is not None and newest > spec.run:
         raise _fenced(newest, views, where)
     if spec.run is not None and any(v.generation < spec.run for v in views.values()):
-        # Every domain took this fence: a log without it would make the run anew, half of it.
+        # Every domain took this fence. If a log does not have it, that log was removed: a save
+        # would start half a new run.
         raise FencedError(
             "the claimed run is gone: its log was removed or replaced",
             uri=root,
             hint="stop, check what is left of the run, and claim it again with prepare_run()",
         )
-    # Unfenced: the least of all domains, so that any fence that misses one still fences it.
+    # Unfenced: the lowest generation of all domains, so that any newer fence stops this save.
     base = spec.run or min(v.generation for v in views.values())
     if spec.run is None and newest > base:
         raise FencedError(
@@ -149,7 +162,7 @@ def manifest_of(
     files: Sequence[FileRecord],
     extra: Mapping[str, SmallFile],
 ) -> Manifest:
-    """The manifest over every rank's files and the small ones beside it."""
+    """Return the manifest over every rank's files and the small files next to it."""
     small = [
         FileRecord(f"{plan.save_id}/{name}", len(data), domain, digest=digest_of(data))
         for name, file in extra.items()
@@ -177,13 +190,13 @@ def manifest_of(
 
 
 def origins_of(manifest: Manifest) -> tuple[str, ...]:
-    """The saves, besides this one, that wrote bytes of its files."""
+    """Return the other saves that wrote bytes of this save's files."""
     origins = {f.origin for f in manifest.files if f.origin is not None}
     return tuple(sorted(origins - {manifest.save_id}))
 
 
 def _hosts(seat: Seat, ranks: Sequence[int]) -> tuple[str, ...]:
-    """The hosts of a domain, for people who look for a lost shard."""
+    """Return the hosts of a domain, for people who look for a lost shard."""
     worlds = seat.control.worlds
     return tuple(dict.fromkeys(worlds[rank].hostname for rank in ranks))
 
@@ -191,7 +204,10 @@ def _hosts(seat: Seat, ranks: Sequence[int]) -> tuple[str, ...]:
 def seal_of_plan(
     plan: SavePlan, spec: SaveSpec, digest: str, origins: tuple[str, ...] = ()
 ) -> Seal:
-    """The seal over a manifest with that digest and those origins: the same in every domain."""
+    """Return the seal over a manifest with that digest and those origins.
+
+    It is the same in every domain.
+    """
     return Seal(
         save_id=plan.save_id,
         base=plan.base,

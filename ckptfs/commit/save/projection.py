@@ -1,21 +1,21 @@
 """The projection: what stock readers and ``ls`` see of a committed save, in one domain.
 
-Done by the domain's owner after the commit, and repeated by any later holder: every step may have
-happened already, so every source is consumed once and "not found" means that this piece is done and
-the next is to be looked at. Before a save is projected, the sources of all earlier ones of its name
-are consumed, projected or not.
+The domain's owner projects after the commit, and any later holder repeats it. Every step may have
+happened already, so every source is consumed once, and "not found" means that this piece is done and
+the next one follows. Before a save is projected, the sources of all earlier saves of its name are
+consumed, whether they were projected or not.
 
     filesystem, fresh name     rename(attempts/<id> -> step_N)
     filesystem, name in use    move <id>/ in, then .metadata and ckptfs.json over the old ones
     object store               conditional PUT of ckptfs.json and .metadata
-    parts                      each to step_N/<part> in the same way, then what is the whole's own
+    parts                      each to step_N/<part> in the same way, then the whole's own files
 
-Never an exchange, never the old one aside first: with two recoverers both lose data. Our own
-readers follow the log and do not need any of this.
+Files are never exchanged, and the old ones are never moved aside first: if two processes recover at the same
+time, both ways lose data. ckptfs' own readers follow the log and do not need the projection.
 
-A ``.metadata`` is replaced only where it is of a save that this log knows. Any other is foreign, most
-likely a checkpoint that stock torch saved under the same name: it is left alone, the log says so, and
-the source waits in ``attempts/`` (its record on object stores) for the next owner to try again.
+A ``.metadata`` is replaced only if a save that this log knows wrote it. Any other is foreign, most likely a
+checkpoint that stock torch saved under the same name. It is left alone with a message in the Python log, and the
+source waits in ``attempts/`` (on object stores: its record) until the next owner tries again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ __all__ = [
 
 logger = logging.getLogger("ckptfs.commit")
 
-TRIES = 3  # more removals than one of a name do not meet one projection; the next owner goes on
+TRIES = 3  # a projection hardly meets more than one removal of its name; the next owner continues
 
 FOREIGN = (
     "another program wrote %s, so it was left alone: stock torch reads that one, ckptfs "
@@ -89,11 +89,11 @@ FOREIGN = (
 
 @dataclass(frozen=True, slots=True)
 class InHand:
-    """What the writer of a save knows when it projects that, so that it need not be read again."""
+    """What the writer of a save knows when it projects the save, so that nothing is read again."""
 
     files: Mapping[str, bytes]  # its small files, by name
-    is_fresh: bool  # nothing stood under its name when the save began
-    leaves_record: bool  # whether somebody removes the attempt's record later
+    is_fresh: bool  # nothing existed under its name when the save began
+    leaves_record: bool  # whether the attempt's record is removed later, by another task
 
 
 def project(
@@ -148,7 +148,7 @@ def _retire(save: SaveState, views: Views, domain: str, caps: Capabilities) -> P
     kept = not save.deleted
     if kept and seal.artifact is Kind.DIRECTORY:
         if standing(seal.save_id, views) is Standing.COMMITTED:
-            # Its data are the plain names themselves.
+            # The plain names are its data.
             yield from _project_one(seal, caps, views[domain], whole=seal)
         return
     for piece in pieces(seal, domain):
@@ -181,7 +181,7 @@ def _settle_data(keys: AttemptKeys) -> Program[None]:
 
 
 def discard_source(keys: AttemptKeys) -> Program[None]:
-    """Take an attempt's directory away from everybody, by a rename, and unlink it there."""
+    """Move an attempt's directory to the trash by a rename, and unlink it there."""
     yield MakeDir(TRASH)
     target = f"{TRASH}/{keys.save_id}.own"
     try:
@@ -214,9 +214,11 @@ def project_all(
 ) -> Program[None]:
     """Project what was committed and is not projected yet; for the holder of a new fence.
 
-    On filesystems such a save is in ``attempts/``; on object stores its record is. If a projection could not be
-    conditional, the newest commit of every name is compared: a stalled writer may have put an older one back.
-    doubtful: names from which a process that died may have moved the projection away.
+    On filesystems such a save is in ``attempts/``; on object stores its record is. If a projection
+    could not be conditional, the newest commit of every name is compared: a stalled writer may have
+    put an older one back.
+
+    doubtful: Names with a projection that a process may have moved away before it died.
     """
     try:
         waiting = {entry.name for entry in (yield List(ATTEMPTS))}
@@ -246,7 +248,7 @@ def project_all(
                 for piece in pieces(seal, domain):
                     yield from _repair(piece, holder, views[domain])
         except SymlinkError as error:
-            # Somebody moved the step away and linked it back. Readers find the save in its attempt.
+            # The step was moved away and linked back by hand. Readers find the save in its attempt.
             logger.warning("%s is committed, but it cannot be put at its place: %s", name, error)
     if caps.shape is Shape.OBJECT:
         yield from _drop_records(unsettled, newest, views, domain, caps)
@@ -276,7 +278,7 @@ def _repair(seal: Seal, holder: Generation, state: LogState) -> Program[None]:
             yield Write(copy, data)
             yield Link(copy, key)
         except (NotFoundError, AlreadyExistsError):
-            pass  # removed by hand, or another's turn by now
+            pass  # removed by hand, or done by another process
         else:
             logger.warning("%s was missing; it was put back", key)
             yield Sync(keys.name)
@@ -293,7 +295,10 @@ def _projected_files(seal: Seal) -> tuple[str, ...]:
 
 
 def _is_ours(name: str, metadata: bytes, state: LogState) -> Program[bool]:
-    """Whether a ``.metadata`` is of a save that the log knows; the save may have been sealed since the fold."""
+    """Whether the log knows the save that wrote a ``.metadata``.
+
+    The save may have been sealed after the fold.
+    """
     return is_known(name, metadata, state) or is_known(name, metadata, (yield from catch_up(state)))
 
 
@@ -343,7 +348,7 @@ def _project_one(
     replaces: str | None = None,
     in_hand: InHand | None = None,
 ) -> Program[None]:
-    """One piece of ``whole``; a save without parts is its only one."""
+    """Project one piece of ``whole``. A save without parts has only one."""
     keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
     if caps.shape is Shape.OBJECT:
         yield from _project_object(
@@ -363,15 +368,19 @@ def _project_one(
             # A removal by another process may take the directory away while pieces move into it.
             if (yield from _project_pieces(seal, keys, state, replaces)):
                 break
-    # Not ``attempts/``: where the old name comes back, the save is found there and projected again. The next save
-    # syncs that directory when it makes its own, and so does a delete.
+    # Not ``attempts/``: if the old name comes back after a power cut, the save is found there and
+    # projected again. The next save syncs that directory when it makes its own, and so does a
+    # delete.
     yield Sync("")
 
 
 def _project_part(
     seal: Seal, keys: AttemptKeys, state: LogState, replaces: str | None
 ) -> Program[None]:
-    """Into ``step_N/``, which is made here, and which a delete of an older save may take away."""
+    """Project a part into ``step_N/``.
+
+    The directory is made here, and a delete of an older save may remove it in between.
+    """
     step, attempt = keys.name.rsplit("/", 1)[0], 0
     while True:
         yield MakeDir(step)
@@ -395,8 +404,9 @@ def _project_part(
 def _project_pieces(
     seal: Seal, keys: AttemptKeys, state: LogState, replaces: str | None
 ) -> Program[bool]:
-    """Into a directory that exists: somebody's files, or an older save of the name. Whether that is all
-    that can be done.
+    """Project into an existing directory, with other files or with an older save of the name.
+
+    Returns whether nothing more can be done.
     """
     try:
         yield StatOf(f"{keys.attempt}/{METADATA}")
@@ -408,8 +418,9 @@ def _project_pieces(
         if not (yield from _may_replace(seal, key, there, state, replaces)):
             return True
     if seal.artifact is Kind.DIRECTORY:
-        # The manifest's two copies last: while the immutable one has not moved, a reader that found
-        # it looks here first and then there; when it has, every plain name has too.
+        # The manifest's two copies last. As long as the immutable copy has not moved, a reader that
+        # found it looks in the attempt first and then in the step. When it has moved, every plain
+        # name has moved too.
         last = (keys.save_id, MANIFEST)
         names = [entry.name for entry in (yield from _names(keys.attempt))]
         pieces = [*(name for name in names if name not in last), *last]
@@ -462,7 +473,7 @@ def _project_object(
     replaces: str | None,
     in_hand: InHand | None,
 ) -> Program[None]:
-    # Where entries may slip in below what was folded, only a whole fold tells who is newest.
+    # If entries may appear below the end of the fold, only a fold of the whole log shows the newest save.
     known, names = state if caps.exclusive_create else None, _projected_files(seal)
     if in_hand is not None and in_hand.files.keys() >= set(names):
         contents = [in_hand.files[name] for name in names]
@@ -471,20 +482,22 @@ def _project_object(
             looks = [_read(f"{keys.projected_data}/{name}") for name in names]
             contents = list((yield from side_by_side(*looks)))
         except NotFoundError:
-            return  # deleted meanwhile, or removed by hand: no reason for a save or a claim to fail
+            return  # deleted in between, or removed by hand: no reason for a save or a claim to fail
     files = {f"{keys.name}/{name}": data for name, data in zip(names, contents, strict=True)}
     is_fresh = in_hand is not None and in_hand.is_fresh and caps.conditional_replace
     done = is_fresh and (yield from _put_fresh(files))
     if not done and not (yield from _put(whole, files, caps, known, replaces=replaces)):
         return
     if in_hand is None or not in_hand.leaves_record:
-        # Its record has done its work; recovery need not look at this save again.
+        # Its record is not needed any more; recovery need not look at this save again.
         yield from drop_record(keys)
 
 
 def drop_record(keys: AttemptKeys) -> Program[None]:
-    """Remove an attempt's record on an object store, where that is permitted: it only saves the
-    next claim a look. Credentials that may not delete must not keep a run from being claimed.
+    """Remove an attempt's record on an object store, if that is permitted.
+
+    It only saves the next claim a request. A run must stay usable with credentials that may not
+    delete.
     """
     try:
         yield Remove(keys.record)
@@ -493,16 +506,17 @@ def drop_record(keys: AttemptKeys) -> Program[None]:
 
 
 def _put_fresh(files: Mapping[str, bytes]) -> Program[bool]:
-    """Put projected objects under a name that was free before the seal was appended. A fold has to follow that check, and
-    the append was this fold, because its create showed that it was the end of the log. False: the name is taken now,
-    or an answer was lost.
+    """Put projected objects under a name that was free before the seal was appended.
+
+    A fold has to follow that check, and the append was this fold, because its create showed that it
+    was the end of the log. Returns False if the name is taken now, or if an answer was lost.
     """
     try:
         for key, data in files.items():
-            # `.metadata` first: beside another program's there must be no manifest of ours.
+            # `.metadata` first: no manifest of ours may be next to another program's file.
             yield Replace(key, data, "")
     except (AlreadyExistsError, AnswerLostError, TransientError) as error:
-        logger.debug("projecting %s: %s", ", ".join(files), error)  # what stands there tells
+        logger.debug("projecting %s: %s", ", ".join(files), error)  # the caller reads what is there
         return False
     return True
 
@@ -515,10 +529,10 @@ def _put(
     *,
     replaces: str | None,
 ) -> Program[bool]:
-    """Put projected objects unless the save is no longer the newest of its name. False: the existing ``.metadata`` is
-    foreign.
+    """Put projected objects unless the save is no longer the newest of its name.
 
     The etags are read before the log is folded: a stalled writer that wakes finds an etag changed.
+    Returns False if the existing ``.metadata`` is foreign.
     """
     left, attempt = dict(files), 0
     while True:
@@ -538,10 +552,11 @@ def _put(
             ):
                 return False
             try:
-                # `.metadata` first: beside another program's there must be no manifest of ours.
+                # `.metadata` first: no manifest of ours may be next to another program's `.metadata`.
                 yield Replace(key, data, etag if caps.conditional_replace else None)
             except (AlreadyExistsError, AnswerLostError, TransientError) as error:
-                # A lost answer is never taken for done: look again until the key reads as ours.
+                # A lost answer is never taken for success: read the key again until it has our
+                # bytes.
                 yield Pause(attempt, f"projecting {key}: {error}")
                 attempt += 1
                 break
@@ -551,7 +566,7 @@ def _put(
 
 
 def _stand(key: str) -> Program[tuple[str | None, bytes | None]]:
-    """The etag and the bytes of the object under a key; "" and None if there is none."""
+    """Return the etag and the bytes of the object under a key; "" and None if there is none."""
     try:
         etag: str | None = (yield StatOf(key)).etag
         there: bytes = yield Read(key)
@@ -566,6 +581,9 @@ def _read(key: str) -> Program[bytes]:
 
 
 def _is_newest(seal: Seal, state: LogState) -> bool:
-    """Whether the save is still the one to show: neither deleted nor overtaken in this log."""
+    """Whether the projection should show this save.
+
+    It must be neither deleted nor overtaken in this log.
+    """
     mine = state.save(seal.save_id)
     return not (mine.deleted or mine.aborted) and successor_here(state, seal) is None

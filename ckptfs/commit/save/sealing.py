@@ -1,12 +1,12 @@
-"""The moment of commit: every owner appends the seal, and all ranks learn what it came to.
+"""The moment of commit: every owner appends the seal, and all ranks learn the outcome.
 
     append here   -> sealed | fenced | conflict | failed | in doubt      (owners)
     judge         one verdict over all domains                            (coordinator)
-    undo          a sure failure: abort where unsealed, record where sealed
+    undo          a certain failure: abort where unsealed, record where sealed
 
 With one domain the append is the commit. With several, the save is committed when every listed
 domain sealed it. A failure that is certain in any domain makes the save fail everywhere, because
-nobody else will ever append its seal there; without certainty nothing is deleted.
+no other process will ever append its seal there. Without certainty nothing is deleted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ UNDO_S = 5.0
 class _What(Enum):
     FENCED = "fenced"
     CONFLICT = "conflict"
-    FAILED = "failed"  # surely not in the log
+    FAILED = "failed"  # certainly not in the log
     IN_DOUBT = "in doubt"
     SEALED = "sealed"
 
@@ -68,11 +68,14 @@ class _Answer:
     what: _What
     message: str = ""
     failure: Failure | None = None
-    is_sealed: bool = False  # in some domain, whatever came of it in others
+    is_sealed: bool = False  # in some domain, whatever happened in the others
 
 
 class NameTaken(CommitConflictError):  # noqa: N818 - an answer, which no caller of a save ever sees
-    """Another save took the name while this one was written; nothing of this one is sealed or undone."""
+    """Another save took the name while this one was written.
+
+    Nothing of this save is sealed or undone.
+    """
 
 
 def seal_everywhere(
@@ -85,12 +88,26 @@ def seal_everywhere(
     decide: Callable[[LogState], Body | Refused[Refusal]],
     may_try_again: bool = False,
 ) -> LogState | None:
-    """Collective. Committed when it returns; the owner's log with the seal, None elsewhere.
+    """Seal the save in every domain. It is committed when this returns. Collective.
 
-    decide: what an owner appends, or why not, by its log. may_try_again: where the name was taken and no
-    domain has the seal nothing is undone; that is NameTaken.
-    FencedError, CommitConflictError, CollectiveError: surely not committed. CommitInDoubtError: an
-    answer or a rank was lost; the next begin or prepare_run settles it.
+    Args:
+        seat: The session at the run.
+        keys: The keys of the attempt.
+        seal: The seal.
+        means: The domain and its capabilities.
+        state: An earlier fold of the log, or None.
+        decide: Returns what an owner appends to its log, or why it does not.
+        may_try_again: If the name was taken and no domain has the seal, undo nothing and raise
+            NameTaken.
+
+    Returns:
+        The owner's log with the seal; None on other ranks.
+
+    Raises:
+        FencedError: The run has a newer owner, or the save was aborted. Certainly not committed.
+        CommitConflictError: The name was taken. Certainly not committed.
+        CollectiveError: A rank failed. Certainly not committed.
+        CommitInDoubtError: An answer or a rank was lost. The next begin or prepare_run settles it.
     """
     where = seat.storage.uri(seal.name)
     after: list[LogState] = []
@@ -120,7 +137,7 @@ def seal_everywhere(
 
 
 def lost_while_sealing(name: str, where: Uri, error: CkptfsError) -> CommitInDoubtError:
-    """What a save ends with when the step that seals it ended with ``error``."""
+    """Return the error of a save if the step that seals it ended with ``error``."""
     return CommitInDoubtError(
         f"the ranks lost contact while {name} was being sealed: {error.message}",
         uri=where,
@@ -142,7 +159,7 @@ def _append(
     except CommitInDoubtError as error:
         return _Answer(means.domain, _What.IN_DOUBT, str(error))
     except (StorageError, ManifestError) as error:
-        # A damaged entry below ours: nothing was appended behind it.
+        # There is a damaged entry before ours: nothing was appended after it.
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         rank, node = seat.control.rank, seat.control.world.node
         failure = Failure(rank, node, kind, str(error), getattr(error, "errno", None))
@@ -156,7 +173,7 @@ def _append(
 
 
 def _judge(answers: Sequence[_Answer | None]) -> _Answer:
-    """What the domains came to together: the first in the order of ``_What``."""
+    """Return what the domains reached together: the first answer in the order of ``_What``."""
     order = list(_What)
     first = min((a for a in answers if a is not None), key=lambda a: order.index(a.what))
     return replace(first, is_sealed=any(a and a.what is _What.SEALED for a in answers))
@@ -192,16 +209,16 @@ def _taken_over(who: str, where: object) -> FencedError:
 
 @contextlib.contextmanager
 def fenced_rather_than_missing(seat: Seat, base: Generation, name: str) -> Iterator[None]:
-    """Collective. FencedError where files are missing because a newer owner took them away.
+    """Raise FencedError if files are missing because a newer owner removed them. Collective.
 
-    A writer that slept through a takeover would otherwise be told of a missing file of its own, and
-    its caller would try again instead of stopping.
+    Otherwise a writer that slept through a takeover would get an error about a missing file of its
+    own, and its caller would try again instead of stopping.
     """
     try:
         yield
     except CollectiveError as error:
         for kind in (FencedError, CommitConflictError):
-            # Plain names ask the log before each put, so a rank may be the first to know.
+            # Before each put of a plain name the log is read, so a single rank may find this out first.
             met = [f for f in error.failures.values() if f.type.endswith(f".{kind.__name__}")]
             if met:
                 raise kind(met[0].message, uri=seat.storage.uri(name)) from error
@@ -230,7 +247,7 @@ def _newer_owner(seat: Seat, base: Generation) -> str | None:
 def _undo_everywhere(
     seat: Seat, keys: AttemptKeys, seal: Seal, means: Means, *, sealed_here: bool
 ) -> None:
-    """Abort where the seal is missing; only then record that where it is not."""
+    """Abort where the seal is missing. Only then record the abort where the seal is present."""
     try:
         aborted = seat.control.step("undo", lambda: undo_here(seat, keys, seal.base, means), any)
         if aborted and len(seal.domains) > 1:
@@ -246,10 +263,13 @@ def _undo_everywhere(
 
 
 def undo_here(seat: Seat, keys: AttemptKeys, base: Generation, means: Means) -> bool:
-    """Owners: abort the attempt in this domain and remove its bytes; whether it is aborted now."""
+    """Abort the attempt in this domain and remove its bytes. Returns whether it is aborted now.
+
+    Only owners do anything.
+    """
     if not seat.placement.is_owner:
         return False
-    # What cannot be undone soon is left to recovery: the caller waits for its error.
+    # If it cannot be undone soon, recovery does it: the caller waits for its error.
     try:
         return drive(undo(keys, base, means), seat.storage, deadline_s=UNDO_S)
     finally:

@@ -112,10 +112,14 @@ def begun_by(keys: AttemptKeys) -> Program[Generation | None]:
 
 
 def join(keys: AttemptKeys, ids: Iterator[str], *, exclusive: bool) -> Program[Generation]:
-    """Join an attempt, and begin it if it has not begun; return its base generation.
+    """Join an attempt, and begin it if it has not begun. Returns its base generation.
 
-    Safe from any number of processes at once: one of them writes the record. FencedError: the id was
-    sealed or aborted before. exclusive: whether the place lets one creator of many win.
+    Any number of processes may call this at the same time: one of them writes the record.
+
+    exclusive: Whether the storage has an exclusive create.
+
+    Raises:
+        FencedError: The id was sealed or aborted before.
     """
     base = yield from begun_by(keys)
     if base is not None:
@@ -136,9 +140,9 @@ def join(keys: AttemptKeys, ids: Iterator[str], *, exclusive: bool) -> Program[G
         except (AlreadyExistsError, AnswerLostError) as error:
             logger.debug(
                 "the record of save %s: %s", keys.save_id, error
-            )  # what stands there tells
+            )  # the existing file decides
         except NotFoundError as error:
-            # A recovery took the empty directory for one that died before its first file.
+            # A recovery removed the empty directory because it took the attempt for a dead one.
             logger.debug("the directory of save %s: %s", keys.save_id, error)
         base = yield from begun_by(keys)
         if base is not None:
@@ -160,7 +164,10 @@ def _refuse_spent(state: LogState, keys: AttemptKeys) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A process's part in an attempt: where its files go. base: as the attempt's record has it."""
+    """The membership of one process in an attempt.
+
+    base: The base in the attempt's record.
+    """
 
     seat: Seat
     keys: AttemptKeys
@@ -171,15 +178,15 @@ class Joined:
         return f"{self.keys.data}/{file}"
 
     def open_write(self, file: str) -> DataWriter:
-        """One file, whole or not at all. Its name is durable after ``commit``."""
+        """Open one file, which will be complete or absent. Its name is durable after ``commit``."""
         return self.seat.storage.open_write(self.key(file))
 
     def remove(self, file: str) -> None:
-        """Take one file away again; absent is success."""
+        """Remove one file. An absent file is success."""
         self.seat.storage.remove(self.key(file))
 
     def files(self) -> list[str]:
-        """What has arrived, by name; without the record."""
+        """Return the names of the files that have arrived, without the record."""
         storage = self.seat.storage
         storage.refresh(self.keys.data)
         record = self.keys.record.rpartition("/")[2]
@@ -191,8 +198,10 @@ class Joined:
 
 
 def on_the_way(storage: Storage) -> dict[str, str]:
-    """Local, read-only. Return ids and names of attempts with a record: in progress, dead, or committed and not
-    projected. On object stores their data has its final names already.
+    """Return ids and names of attempts with a record. Local, read-only.
+
+    They are in progress, dead, or committed and not projected. On object stores their data has its
+    final names already.
     """
     found: dict[str, str] = {}
     with contextlib.suppress(NotFoundError):
@@ -204,9 +213,12 @@ def on_the_way(storage: Storage) -> dict[str, str]:
 
 
 def join_attempt(storage: Storage, name: str, save_id: str) -> Joined:
-    """Local. Take part in the attempt ``save_id`` of ``name``; ``storage`` is rooted at the run.
+    """Join the attempt ``save_id`` of ``name``; ``storage`` is rooted at the run. Local.
 
-    Makes the run's log and this attempt where they are missing. FencedError: the id is spent.
+    The run's log and the attempt are made if they are missing.
+
+    Raises:
+        FencedError: The id was sealed or aborted before.
     """
     seat = sit_down(SoloControl(), storage, Place(), write=True)
     keys = AttemptKeys(seat.caps.shape, name, save_id)
@@ -215,16 +227,17 @@ def join_attempt(storage: Storage, name: str, save_id: str) -> Joined:
 
 
 def give_up(joined: Joined) -> None:
-    """Local. Abort an attempt that will not be committed, and remove its bytes; harmless twice.
+    """Abort an attempt that will not be committed, and remove its bytes. Local.
 
-    Not while another process may still write to it. Errors are the storage's.
+    Calling it twice is harmless. Do not call it while another process may still write to the
+    attempt. Errors are the storage's.
     """
     means = joined.seat.means()
     undo_here(joined.seat, joined.keys, joined.base, means)
 
 
 class Arrived(Attempt):
-    """An attempt with all of its files, for the process that commits it."""
+    """An attempt with all of its files, in the process that commits it."""
 
     def __init__(self, seat: Seat, spec: SaveSpec, base: Generation) -> None:
         super().__init__(seat, spec)
@@ -232,13 +245,14 @@ class Arrived(Attempt):
 
     def _decide(self, answers: Sequence[View | None]) -> SavePlan:
         plan = super()._decide(answers)
-        # A holder vouches for what it took over from itself; otherwise the record's base counts, or
-        # a fence that came after the first file would not fence this save.
+        # The holder of the run may seal what it began under an earlier generation. Otherwise the
+        # record's base counts: else a fence that came after the first file would not fence this
+        # save.
         return plan if self.spec.run is not None else replace(plan, base=self._base)
 
     def _begin(self) -> tuple[str, ...]:
         if self._foreign is not None:
-            # Its record was made with the first file, before anybody knew what it would replace.
+            # Its record was made with the first file, before it was known what it would replace.
             keys = self._named
             record = encode_record(keys.save_id, keys.name, self._base, replaces=self._foreign)
             self.storage.replace(keys.record, record)
@@ -247,12 +261,15 @@ class Arrived(Attempt):
 
 @contextlib.contextmanager
 def open_attempt(joined: Joined, spec: SaveSpec) -> Iterator[Arrived]:
-    """The attempt over what arrived, begun; abandoned when the block is left by an error.
+    """Yield the attempt over the files that arrived, begun. An error in the block abandons it.
 
-    ``spec.if_exists`` REPLACE claims the run for the time of the block where the name is taken, as
-    ``save`` does; the recovery that comes with it spares this very save.
+    If ``spec.if_exists`` is REPLACE and the name is taken, it claims the run during the block, as
+    ``save`` does. The recovery that belongs to the claim spares this save.
 
-    CommitConflictError: the name is taken. FencedError, RunBusyError: somebody else's run.
+    Raises:
+        CommitConflictError: The name is taken.
+        FencedError: The run has a newer owner.
+        RunBusyError: A living owner holds the run.
     """
     spec = replace(spec, save_id=joined.keys.save_id)
     with contextlib.ExitStack() as stack:
@@ -272,7 +289,7 @@ def open_attempt(joined: Joined, spec: SaveSpec) -> Iterator[Arrived]:
 
 @contextlib.contextmanager
 def _giving_up(joined: Joined) -> Iterator[None]:
-    """What cannot even begin to be committed goes: each further try would bring another copy."""
+    """Remove an attempt that cannot even begin its commit: each retry would add another copy."""
     try:
         yield
     except BaseException:
@@ -293,17 +310,19 @@ def _claimed(joined: Joined, spec: SaveSpec, stack: contextlib.ExitStack) -> Run
     return stack.enter_context(run)
 
 
-AGAIN = "~"  # between a save's id and what tells two tries to copy it apart
+AGAIN = "~"  # between a save's id and the suffix that distinguishes two tries to copy it
 
 
 def origin_of(save_id: str) -> str:
-    """The id of the save that this one is a copy of; its own where it is none."""
+    """Return the id of the save that this one is a copy of, or its own id if it is no copy."""
     return save_id.partition(AGAIN)[0]
 
 
 def next_id(origin: str, name: str, shape: Shape, state: LogState, *, held: bool) -> Program[str]:
-    """The id under which ``origin`` is copied to ``name``: that of the try before, if it may still be
-    committed. held: by the run's holder, who vouches for what began before its fence.
+    """Return the id under which ``origin`` is copied to ``name``.
+
+    It is the id of the try before, if that may still be committed. held: The copier holds the run
+    and may seal what it began before its fence.
     """
     for number in itertools.count():
         digest = hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:8]
@@ -320,13 +339,16 @@ def next_id(origin: str, name: str, shape: Shape, state: LogState, *, held: bool
 class ResumableAttempt(Attempt):
     """One save on one rank, as ``Attempt``; ``spec.save_id`` comes from ``next_id``.
 
-    Over one domain: with disks of several nodes there is no single place that shows what is there.
+    Only for one domain: with disks of several nodes, no single process can see all existing files.
     """
 
     _base: Generation | None = None
 
     def begin(self) -> None:
-        """Collective. As ``Attempt.begin``; what an earlier process of the same id brought counts."""
+        """Begin as ``Attempt.begin``, with the files of an earlier process of the same id.
+
+        Collective.
+        """
         super().begin()
         if self.spec.run is None:
             base = self.seat.control.step("base", lambda: self._base, _first)
@@ -378,8 +400,10 @@ class ResumableAttempt(Attempt):
         super()._prepare(files)
 
     def abandon(self) -> None:
-        """Local, best effort. The files stay for the next process, unless another copy of the same was committed: then
-        what this one made after that must never be projected.
+        """End this process's part of the attempt. Local, best effort.
+
+        The files stay for the next process, unless another copy of the same save was committed:
+        then the files that this process made later must never be projected.
         """
         self._let_go()
         if self._keys is None or not self._owner:
@@ -390,7 +414,7 @@ class ResumableAttempt(Attempt):
             logger.debug("what is left of %s: %s", self.save_id, error)
 
     def give_up(self) -> None:
-        """Local, best effort. As ``Attempt.abandon``: no process will continue it."""
+        """Abandon as ``Attempt.abandon``: no process will continue it. Local, best effort."""
         super().abandon()
 
 
@@ -399,7 +423,7 @@ def _first(bases: Sequence[Generation | None]) -> Generation:
 
 
 def _once(key: str, data: bytes, exclusive: bool) -> Program[bytes]:  # noqa: FBT001 - named by its callers
-    """The file that one of many made: ours, or the one that was there before."""
+    """Return the file that one of many processes made: ours, or the one that existed before."""
     try:
         if exclusive:
             yield Create(key, data, staging_key(next(fresh_ids())))
@@ -410,7 +434,10 @@ def _once(key: str, data: bytes, exclusive: bool) -> Program[bytes]:  # noqa: FB
 
 
 def _until_there(key: str, data: bytes) -> Program[bytes]:
-    """Return the file once it exists: after a lost answer the create may not have been done, so it is repeated."""
+    """Return the file's bytes once it exists.
+
+    After a lost answer the create may not have been done, so it is repeated.
+    """
     attempt = 0
     while True:
         try:
@@ -430,8 +457,10 @@ def _until_there(key: str, data: bytes) -> Program[bytes]:
 
 
 def _tidy(attempt: str, listed: Collection[str], below: str = "") -> Program[None]:
-    """Remove what killed processes left half-written, or it would be part of the checkpoint. Every file
-    is whole by now, so a living one that loses its own this way finds it there, or fails by itself.
+    """Remove files that killed processes left incomplete: they would be part of the checkpoint.
+
+    Every listed file is complete now. If a living process loses one of its files this way, it finds
+    the complete one, or fails alone.
     """
     entries: list[Entry] = yield List(f"{attempt}/{below}".rstrip("/"))
     for entry in entries:
@@ -443,11 +472,15 @@ def _tidy(attempt: str, listed: Collection[str], below: str = "") -> Program[Non
 
 
 def _clear_after(keys: AttemptKeys) -> Program[None]:
-    """Filesystems: remove the rest of an attempt that was committed and completely projected."""
+    """Remove the rest of an attempt that was committed and completely projected.
+
+    Only on filesystems.
+    """
     if keys.shape is not Shape.FILESYSTEM:
         return
     try:
-        # The manifest is moved last: before it is there, the attempt may hold what was committed.
+        # The manifest is moved last: as long as it is not there, the attempt may hold committed
+        # files.
         shown: bytes = yield Read(f"{keys.name}/{MANIFEST}")
         yield StatOf(f"{keys.projected_data}/{MANIFEST}")
     except NotFoundError:
@@ -460,6 +493,6 @@ def _clear_after(keys: AttemptKeys) -> Program[None]:
 
 
 def _what(manifest: Manifest) -> tuple[object, ...]:
-    """What two descriptions of one copy have to agree in."""
+    """Return what two descriptions of one copy must have in common."""
     files = tuple(sorted(manifest.files, key=lambda f: (f.path, f.domain or "")))
     return manifest.save_id, manifest.name, manifest.step, manifest.artifact, files

@@ -1,4 +1,4 @@
-"""What a save is asked to do and what it came to: the values that travel with an attempt. Pure."""
+"""The arguments and the results of a save. Pure."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ __all__ = [
     "save_id_at",
 ]
 
-# A small file beside the manifest: the same in every domain, or one for each domain id.
+# A small file next to the manifest: the same in every domain, or one for each domain id.
 SmallFile = bytes | Mapping[str, bytes]
 
 
 class IfExists(ArgumentChoice, parameter="if_exists"):
-    """What to do when the name is committed already."""
+    """What to do if the name is committed already."""
 
     ERROR = "error"
     REPLACE = "replace"  # the old one stays until the new one is committed
 
 
 def whole_step(step: int) -> int:
-    """The step as Python's own int: numpy's and torch's are taken. StateError for what is none, and below 0."""
+    """Return the step as Python's own int; those of numpy and torch are accepted.
+
+    Raises:
+        StateError: It is no integer, or below 0.
+    """
     try:
         whole = operator.index(step)
     except TypeError:
@@ -52,13 +56,24 @@ def whole_step(step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SaveSpec:
-    """What is saved: the name under the run, its step, and under which generation.
+    """The arguments of a save.
 
-    run: the generation of a held run; None is an unfenced save. metrics: numbers about the model, for
-    retention. save_id, world_size: of the save that this one is a copy of; None takes a fresh id, and
-    counts the ranks that save. spares_foreign: what another program saved under that name is an error
-    even where a save of ours would be replaced, because nobody asked for that. wait_s: where it claims the
-    run for itself, how long it waits for others that do so too.
+    Attributes:
+        name: The name under the run.
+        step: Completed optimizer steps; None where there is no number.
+        if_exists: What to do if the name is committed already.
+        artifact: A checkpoint, weights or a directory.
+        run: The generation of a held run; None is an unfenced save.
+        failure: Whether the run that saves is failing.
+        references: save_ids with files that this save uses.
+        per_rank: Keys that every rank keeps for itself.
+        metrics: Numbers about the model, for retention.
+        save_id: The id of the save that this one is a copy of; None takes a fresh id.
+        world_size: The number of ranks of the save that this one is a copy of; None counts the
+            ranks that save.
+        spares_foreign: Another program's checkpoint under that name is an error even if a save of
+            ours would be replaced, because the caller did not ask to replace it.
+        wait_s: If the save claims the run for itself, how long it waits for others that do so too.
     """
 
     name: str
@@ -76,15 +91,22 @@ class SaveSpec:
     wait_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """A step of numpy's or torch's cannot be written. A copy of a save keeps what it says."""
+        """Convert a step of numpy or torch, because it cannot be written.
+
+        A copy of a save keeps the step that it has.
+        """
         if self.step is not None and not isinstance(self.step, float):
             object.__setattr__(self, "step", whole_step(self.step))
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """What one rank wrote: its files (paths relative to the step directory), how long it took, and
-    an opaque payload for the ``finish`` function on the coordinator.
+    """What one rank wrote.
+
+    Attributes:
+        files: Its files, with paths relative to the step directory.
+        counters: How much it wrote, and how long that took.
+        payload: Opaque bytes for the ``finish`` function on the coordinator.
     """
 
     files: tuple[FileRecord, ...]
@@ -94,8 +116,14 @@ class WrittenPart:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A save that every domain sealed. warnings: what the projection left to the next writer.
-    replaced_bytes: of older saves of its name, what still lies there.
+    """A save that every domain sealed.
+
+    Attributes:
+        save_id: The id of the save.
+        counters: The counters of each rank.
+        commit_s: How long the commit took.
+        warnings: What the projection left to the next writer.
+        replaced_bytes: How many bytes of older saves of its name are still there.
     """
 
     save_id: str
@@ -107,7 +135,7 @@ class Committed:
     def result(
         self, uri: str, step: int | None, rank: int, wall_s: float, warned: tuple[str, ...] = ()
     ) -> SaveResult:
-        """What rank ``rank`` returns of it. warned: what was to be said before the commit."""
+        """Return the result for rank ``rank``. warned: Warnings from before the commit."""
         per_rank = tuple(c.plus(Counters(commit_s=self.commit_s)) for c in self.counters)
         return SaveResult(
             uri=uri,
@@ -123,21 +151,22 @@ class Committed:
 
 
 def fresh_save_id() -> str:
-    """The unique id of a save that begins now."""
+    """Return a unique id for a save that begins now."""
     return save_id_at(datetime.now(UTC))
 
 
 def save_id_at(began: datetime) -> str:
-    """A save's id: the second in which it began (UTC), and 12 hex digits. The first four of these are the
-    fraction of the second, in 1/65536, so that the ids of saves one after the other sort in their order; the
-    other eight are random.
+    """Return the id of a save: the second in which it began (UTC), and 12 hex digits.
+
+    The first four digits are the fraction of the second, in 1/65536, so that the ids of consecutive
+    saves sort in their order. The other eight are random.
     """
     fraction = (began.microsecond << 16) // 1_000_000
     return f"{began:%Y%m%dT%H%M%S}-{fraction:04x}{secrets.token_hex(4)}"
 
 
 def fresh_ids() -> Iterator[str]:
-    """Unique write ids; the time makes them readable, the randomness unique."""
+    """Yield unique write ids. The time makes them readable, the random digits make them unique."""
     while True:
         yield f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(8)}"
 
