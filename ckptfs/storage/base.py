@@ -633,8 +633,8 @@ class Listing(list[Entry]):
 def usable(found: Iterable[Entry], where: Uri) -> Listing:
     """Return the entries that can be keys, sorted, and leave out the others with one warning each.
 
-    A name with a control character, or with bytes that are no text, cannot be a key. ckptfs did not make it
-    and nobody can ask for it, but its neighbours must stay accessible.
+    A name with a control character, or with bytes that are no text, cannot be a key. ckptfs did not
+    make it and cannot request it, but the other names in its directory must stay accessible.
     """
     entries, left_out = Listing(), list[str]()
     for entry in sorted(found, key=lambda one: one.name):

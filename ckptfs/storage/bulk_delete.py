@@ -72,7 +72,7 @@ class DeleteBackoff:
             before = self._backoffs.get(name)
             now_s = self._clock()
             if before is not None and now_s < before.since_s + before.length_s:
-                return  # of several refused at once, the first counts
+                return  # if several are refused at the same time, the first one counts
             length_s = (
                 _FIRST_WAIT_S if before is None else min(2 * before.length_s, _LONGEST_WAIT_S)
             )
@@ -134,7 +134,7 @@ class Deleter:
         )
 
     def _is_object(self, key: str) -> bool:
-        # Not deleted on suspicion: with versions, deleting what is absent leaves a marker for ever.
+        # Check first: in a bucket with versions, deleting an absent key leaves a marker permanently.
         try:
             self.retrier.run(lambda: self.client.head(self.prefix + key))
         except NotFoundError:
@@ -169,7 +169,10 @@ class Deleter:
         return failures
 
     def _backoff_name(self, key: str) -> str:
-        """The name that a refusal of this key is recorded for. It has the root in it: another run has a step_1, too."""
+        """Return the name that a refusal of this key is recorded for.
+
+        It contains the root's key, because another run has a step_1 too.
+        """
         first = key.partition("/")[0]
         return self.prefix + (key if first == _SHARED else first)
 
@@ -180,7 +183,8 @@ class Deleter:
             try:
                 refused = self.retrier.run(lambda b=batch: self._send_batch(b))  # type: ignore[misc]
             except IDEMPOTENT as error:
-                # Retried until the time was over: the endpoint is out of reach for the rest too.
+                # It was retried until the time was over: the endpoint is out of reach for the other
+                # keys too.
                 yield from ((key, error) for key in keys[start:])
                 return
             except StorageError as error:
@@ -189,7 +193,10 @@ class Deleter:
             yield from refused
 
     def _send_batch(self, keys: Sequence[str]) -> list[tuple[str, StorageError]]:
-        """One request. An error that a retry may cure is raised, so that the whole batch is sent again."""
+        """Send one request.
+
+        An error that a retry may cure is raised, so that the whole batch is sent again.
+        """
         answers = self.client.delete([self.prefix + key for key in keys])
         refused = [
             (answer.key.removeprefix(self.prefix), self._typed(answer.key, answer.error))

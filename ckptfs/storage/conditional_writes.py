@@ -11,9 +11,10 @@ The probe uses a key of its own, once per process and bucket, before the first c
 requests. Some servers ignore conditions and write; some (radosgw 16.2) refuse every etag in quotation marks,
 although they return them so; some answer "not implemented". All of them are called S3.
 
-A library may silently repeat a request whose answer was lost. The repeated request finds our own object, so
-"exists already" means nothing before the object has been read back. For "first", whose key nobody else knows,
-the probe starts again on another key. For "third", reading it back shows that the write was done.
+A library may silently repeat a request after its answer was lost. The repeated request finds our own object, so
+"exists already" means nothing before the object has been read back. No other process knows the key, so if this
+happens to "first", the probe starts again on another key. For "third", reading it back shows that the write was
+done.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
 log = logging.getLogger("ckptfs.storage")
 
 PROBE_PREFIX = ".partial-probe-"
-_KEYS = 4  # that are tried where each first put seems to be repeated below us
+_KEYS = 4  # keys to try, if a layer below us seems to repeat each first put
 
 
 class EtagSpelling(Enum):
@@ -100,11 +101,11 @@ def probe_conditions(client: ObjectClient, folder: str, retrier: Retrier) -> Hon
             probe.clean()
 
     for _ in range(_KEYS):
-        # What a lost answer has left open, no second try on the same key can tell.
+        # After a lost answer, no second try on the same key can find out what happened.
         found = retrier.run(once, after=(AnswerLostError,))
         if found is not None:
             return found
-    # Not NOTHING: of two writers who think differently of one store, neither sees the other's log.
+    # Not NO_CONDITIONS: if two writers disagree about a store, neither sees the other's log.
     raise StorageError(
         f"the store's support for conditional writes is unknown: it said of each of {_KEYS} "
         "new objects that it existed already",
@@ -122,7 +123,7 @@ class _PutOutcome(Enum):
 
 
 class ConditionProbe:
-    """The result for one bucket, from whichever thread of this process probed first."""
+    """The probe's result for one bucket. The first thread of this process that needs it probes."""
 
     def __init__(self) -> None:
         self._found: HonouredConditions | None = None
@@ -130,11 +131,14 @@ class ConditionProbe:
 
     @property
     def found(self) -> HonouredConditions | None:
-        """The result, or None if nobody has probed yet."""
+        """The result, or None if there was no probe yet."""
         return self._found
 
     def settle(self, probe: Callable[[], HonouredConditions]) -> HonouredConditions:
-        """Return the result, and probe now if there is none. A probe that fails leaves it open."""
+        """Return the result, and probe now if there is none.
+
+        After a failed probe there is still none.
+        """
         with self._lock:
             if self._found is None:
                 self._found = probe()
@@ -151,7 +155,10 @@ class _ProbeObject:
     may_exist: bool = False  # some put was done, or may have been
 
     def run(self) -> HonouredConditions | None:
-        """Run the probe. None: the first answer was about our own first put, so that it means nothing."""
+        """Run the probe.
+
+        None: the first answer was about our own first put, so it means nothing.
+        """
         match self._put(b"first", IF_ABSENT):
             case _PutOutcome.NO:
                 return None if self._holds(b"first") else NO_CONDITIONS
@@ -161,7 +168,7 @@ class _ProbeObject:
             return NO_CONDITIONS
         data, etag = self._read()
         if data != b"first":
-            return NO_CONDITIONS  # it said no, and did it
+            return NO_CONDITIONS  # it answered "no", and wrote
         return HonouredConditions(if_absent=True, if_match=self._probe_etag(etag))
 
     def _probe_etag(self, etag: str | None) -> EtagSpelling | None:
@@ -174,9 +181,10 @@ class _ProbeObject:
             answer = self._put(b"third", right)
             done = answer is _PutOutcome.DONE
             if done or (answer is _PutOutcome.NO and self._holds(b"third")):
-                # "third" took that etag away.
+                # "third" changed that etag.
                 ignored = self._put(b"fourth", right) is _PutOutcome.DONE
-                # What was refused and done once may be a server that always says no, and does it.
+                # A put that was refused once and done once may come from a server that always
+                # answers "no", and writes.
                 honoured = not ignored and (done or self._holds(b"third"))
                 return spelling if honoured else None
         return None
@@ -213,5 +221,5 @@ class _ProbeObject:
             for refused in self.retrier.run(lambda: self.client.delete([self.key])):
                 raise refused.error
         except StorageError as error:
-            # No permission to delete, or a lock: the answer stands, and a few bytes stay.
+            # No permission to delete, or a lock: the result is valid, and a few bytes stay.
             log.warning("left behind: the probe %s (%s)", self.key, mask_credentials(str(error)))

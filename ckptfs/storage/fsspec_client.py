@@ -7,7 +7,7 @@
     FsspecClient.translating    a context: whatever the library raises becomes a typed error with the URI
 
 Client libraries raise OSErrors with and without an errno, and types of their own. All of them are caught
-here, at the edge, and only here. Of an object store the error is that of ``http_errors``, which clients on
+here, at the edge, and only here. For an object store the error is that of ``http_errors``, which clients on
 obstore raise too.
 """
 
@@ -51,7 +51,8 @@ from ckptfs.uri import Uri, mask_credentials
 
 __all__ = ["FsspecClient"]
 
-# One connection that answers one question after another: two threads would read each other's answers.
+# One connection that answers one request after another: two threads would read each other's
+# answers.
 _ONE_AT_A_TIME = frozenset(("sftp", "ssh", "ftp"))
 _WEBDAV = frozenset(("webdav", "dav"))
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"))
@@ -64,7 +65,8 @@ _JAVA_ERRORS = (None, errno.EIO, 255)  # a Java exception that has no errno of i
 _GCSFS_LISTING = re.compile(
     r"b/[^/]+/o"
 )  # the path of a request for a bucket, not for an object in it
-# What ``FsspecStorage`` does, as the table of permissions and the clients on obstore call it.
+# The actions of ``FsspecStorage``, as the table of permissions and the clients on obstore name
+# them.
 _ACTIONS: Final = {
     "read": "get",
     "stat": "head",
@@ -101,7 +103,7 @@ class FsspecClient:
 
     def _set_locks(self) -> None:
         self._lock, self._exclusive = ProcessLock(), ProcessLock()
-        self._made_dirs: set[str] = set()  # directories that were there, or made
+        self._made_dirs: set[str] = set()  # directories that existed, or were made
         self._opened_fs: tuple[int, Any, str] | None = None
         self._has_container = False
 
@@ -134,8 +136,8 @@ class FsspecClient:
         except FileNotFoundError:
             if self.protocol not in _JAVA:
                 raise
-            # pyarrow answers "not found" to every error of libhdfs (hdfs.cc). Opening the file tells
-            # which one it was: a file that cannot be looked at is not absent.
+            # pyarrow answers "not found" to every error of libhdfs (hdfs.cc). Opening the file shows
+            # which one it was: a file that cannot be examined is not absent.
             self.fs.open(path, "rb").close()
             found = self.fs.info(path)
         return found
@@ -147,11 +149,11 @@ class FsspecClient:
         return bytes(self.fs.cat_file(path, start=begin, end=end, **more))
 
     def below(self, key: str) -> tuple[list[str], list[str]]:
-        """Find everything below a key. It calls ``find``, which takes a name for a name and no pattern.
+        """Find everything below a key. ``find`` takes names literally, not as patterns.
 
         Returns:
-            The paths of all files below the key, or the key's own if it is a file. Then the paths of its
-            directories, the deepest first; none in a bucket.
+            The paths of all files below the key, or the key's own if it is a file. Then the paths
+            of its directories, the deepest first; none in a bucket.
         """
         fs, path = self.fs, self.path_of(key)
         fs.invalidate_cache()
@@ -159,9 +161,9 @@ class FsspecClient:
             return [path], []  # ftp's find takes it for a directory
         found = fs.find(path, withdirs=not self.is_bucket, detail=True)
         if not isinstance(found, dict):
-            # adlfs, of a name that is a file, or is not there.
+            # adlfs gives this answer for a name that is a file, or that does not exist.
             found = {str(name): {} for name in found}
-        # What only begins alike is another's: some clients list by a prefix of letters.
+        # Some clients list by a prefix of letters: names that only begin alike are not below it.
         mine = {
             name: info
             for name, info in found.items()
@@ -215,7 +217,10 @@ class FsspecClient:
         self._made_dirs.clear()
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Return a context for calls outside of ``translating``. It locks a client that only one thread may use at a time."""
+        """Return a context for calls outside of ``translating``.
+
+        It locks a client that only one thread may use at a time.
+        """
         return self._exclusive if self.protocol in _ONE_AT_A_TIME else contextlib.nullcontext()
 
     def close(self) -> None:
@@ -223,7 +228,7 @@ class FsspecClient:
         with self._lock:
             opened, self._opened_fs = self._opened_fs, None
         if opened is None or opened[0] != os.getpid():
-            return  # the connection is another process's
+            return  # the connection belongs to another process
         inner: Any = getattr(opened[1], "client", None)
         if self.protocol in ("sftp", "ssh"):
             inner.close()
@@ -233,27 +238,27 @@ class FsspecClient:
     def claims_create(self) -> bool:
         """Return whether the client may send a condition with a create.
 
-        A client with a ``pipe_file`` of its own may do so. fsspec's default calls ``exists`` first, which
-        excludes nobody.
+        A client with a ``pipe_file`` of its own may do so. fsspec's default only calls ``exists``
+        first, which is not exclusive.
         """
         if not self.is_bucket or self.library is not None:
             return self.is_bucket
         cls: Any = fsspec.get_filesystem_class(self.protocol)
         if issubclass(cls, AsyncFileSystem):
-            # The seam that fsspec gives its asynchronous implementations has this name.
+            # fsspec's asynchronous implementations override the method of this name.
             return cls._pipe_file is not AsyncFileSystem._pipe_file  # noqa: SLF001
         return bool(cls.pipe_file is not fsspec.AbstractFileSystem.pipe_file)
 
     @contextmanager
     def translating(self, action: str, key: str, *, changes: bool = False) -> Iterator[None]:
-        """Within the block every Exception of the library becomes a typed error.
+        """Raise every Exception of the library in the block as a typed error.
 
         Args:
             action: What the block does: "read", "stat", "create", ...
-            key: What it is about.
-            changes: Whether it changes something. A lost connection, or the error of a bucket's server, then
-                leaves open whether it happened (AnswerLostError). A bucket that refuses for now has not done it
-                (TransientError).
+            key: The key that it is about.
+            changes: Whether it changes something. A lost connection, or the error of a bucket's
+                server, then leaves open whether it happened (AnswerLostError). A bucket that
+                refuses temporarily has not done it (TransientError).
         """
         failure: CkptfsError
         try:
@@ -263,10 +268,10 @@ class FsspecClient:
         except CkptfsError:
             raise
         except Exception as error:  # noqa: BLE001 - the edge, where every error becomes a typed one
-            self._made_dirs.clear()  # somebody may have removed a directory
+            self._made_dirs.clear()  # another program may have removed a directory
             failure, cause = self._typed(error, action, key, changes=changes), _cause(error)
         if isinstance(failure, CredentialsError) and self.library is not None:
-            # Whoever asks again shall do so with the credentials of then.
+            # The next request must use the credentials of that time.
             self.close()
         raise failure from cause
 
@@ -294,7 +299,11 @@ class FsspecClient:
         return RequestContext(dialect, action, self.uri(key), endpoint, bucket=bucket)
 
     def _lacks_container(self, error: Exception) -> bool:
-        """Whether the container is missing. adlfs drops that part of the answer to a HEAD, so it is looked for until it exists."""
+        """Whether the container is missing.
+
+        adlfs drops that part of the answer to a HEAD, so the container is requested until it
+        exists.
+        """
         if (
             self._has_container
             or self.protocol not in _AZURE
@@ -331,7 +340,7 @@ class FsspecClient:
                         uri=self.root,
                     ) from error
                 except FileNotFoundError as error:
-                    # Of an archive: the URI names what is in it.
+                    # An archive: the URI names the file in it.
                     archive = mask_credentials(str(self._options.get("fo", self.root)))
                     raise NotFoundError(f"there is no {archive}", uri=self.root) from _cause(error)
                 except Exception as error:
@@ -359,8 +368,8 @@ def _connect(root: Uri, protocol: str, options: Mapping[str, Any]) -> tuple[Any,
     found = {**cls._get_kwargs_from_urls(location.full), **found}
     if protocol in _BUCKETS:
         found = {"use_listings_cache": False, **found}
-    # fsspec takes this word itself; any other goes to the client, and paramiko and webdav4 refuse what they do
-    # not know.
+    # fsspec takes this word itself. Any other word goes to the client, and paramiko and webdav4
+    # refuse unknown words.
     files = cls(**{"skip_instance_cache": True, **found})
     if "use_listings_cache" not in found:
         files.dircache.use_listings_cache = False
@@ -368,7 +377,7 @@ def _connect(root: Uri, protocol: str, options: Mapping[str, Any]) -> tuple[Any,
 
 
 def _endpoint_of(opened: tuple[int, Any, str] | None) -> str:
-    """scheme://host[:port] of the server, where s3fs, gcsfs or adlfs has it; else ""."""
+    """Return scheme://host[:port] of the server if s3fs, gcsfs or adlfs has it; else ""."""
     names = ("endpoint_url", "_endpoint", "account_url")
     found = (getattr(opened[1], name, None) for name in names) if opened is not None else ()
     return next((origin_of(text) for text in found if isinstance(text, str) and "://" in text), "")

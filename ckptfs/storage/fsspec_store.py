@@ -71,9 +71,9 @@ _log = logging.getLogger("ckptfs.storage")
 
 _SWEEPS = 3
 _ARCHIVES = ("zip", "tar", "libarchive")
-# What fsspec only reads, or (zip) only writes anew.
+# Protocols that fsspec only reads, or (zip) only writes from the beginning.
 _READ_ONLY = frozenset((*_ARCHIVES, "http", "https", "github", "git"))
-_PROBES = 4  # keys that are tried where each first answer seems to be lost
+_PROBES = 4  # keys to try, if each first answer seems to be lost
 
 
 def open_fsspec(uri: Uri, storage_options: Mapping[str, Any]) -> FsspecStorage:
@@ -132,7 +132,7 @@ def _hdfs_options(uri: Uri, storage_options: Mapping[str, Any]) -> dict[str, Any
     return options
 
 
-# What this process has seen of each bucket; storages come and go with saves.
+# What this process knows of each bucket. Storages are opened and closed with saves; this stays.
 _SEEN: dict[tuple[int, str, str, str], HonouredConditions] = {}
 
 
@@ -176,7 +176,7 @@ class FsspecStorage(Storage):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the client claims, until this process creates something; then what the probe found."""
+        """What the client claims. After this process created something: what the probe found."""
         by_etag = EtagSpelling.AS_GIVEN if self._library is not None else None
         claimed = HonouredConditions(self._client.claims_create(), by_etag)
         found = self._probed.get(self._bucket_id(), claimed)
@@ -202,7 +202,7 @@ class FsspecStorage(Storage):
             return bytes(self._client.fs.cat_file(self._client.path_of(key)))
 
     def read_small(self, key: str, limit_bytes: int) -> bytes:
-        # A request more: no client of fsspec's has a read that ends where it should.
+        # One more request: no client of fsspec has a read that stops at a limit.
         found = self._info(key)
         if found.get("type", "file") not in ("file", "link"):
             raise StorageError(
@@ -217,8 +217,13 @@ class FsspecStorage(Storage):
         return super().read_small(key, limit_bytes)
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
-        """As ``Storage.create``. UnsupportedError where the client or the server has no condition:
-        the first create of a process writes, and removes, a key of its own to find out.
+        """See ``Storage.create``.
+
+        The first create of a process writes and removes a key of its own, to find out whether
+        conditions work.
+
+        Raises:
+            UnsupportedError: The client or the server has no condition.
         """
         del staging
         self._refuse_read_only(key)
@@ -318,7 +323,7 @@ class FsspecStorage(Storage):
                     self._remove_files([self._client.path_of(key) for key in keys])
                     return
             except StorageError:
-                # One of them, and not which: one by one tells, and removes the others.
+                # One of them failed, and it is not known which: remove them one by one.
                 _log.debug("a batch of deletes failed below %s", self.root, exc_info=True)
         super().remove_many(keys)
 
@@ -357,12 +362,12 @@ class FsspecStorage(Storage):
                 with self._client.translating("abort upload", key, changes=True):
                     self._library.abort_upload(self._client.fs, self._client.bucket, upload)
             except NotFoundError:
-                continue  # completed, or swept by another
+                continue  # completed, or aborted by another sweep
             swept += 1
         return swept
 
     def _pending(self) -> Sequence[tuple[str, PendingUpload]]:
-        """The uploads below the root that nobody completed, with their keys."""
+        """Return the incomplete uploads below the root, with their keys."""
         if self._library is None:
             return []
         base = self.root.path.strip("/")
@@ -405,7 +410,7 @@ class FsspecStorage(Storage):
                     fs.rm(list(paths))
                 return
             except FileNotFoundError:
-                # Another remover was faster, with all of them or, in some libraries, with one.
+                # Another process removed all of them or, with some libraries, one of them.
                 _log.debug("removed by another: some below %s", self.root)
         for path in paths:
             self._client.remove(path)
@@ -417,11 +422,11 @@ class FsspecStorage(Storage):
             except FileNotFoundError:
                 continue
             except Exception:  # noqa: BLE001 - of each client a type of its own
-                # Somebody wrote into it meanwhile, or removed it: the next sweep sees what.
+                # A file was written into it, or it was removed: the next listing shows which.
                 _log.debug("not removed yet: %s", mask_credentials(path), exc_info=True)
 
     def _probed_conditions(self, folder: str) -> HonouredConditions:
-        """What the probe found. It runs now if nothing has been written yet."""
+        """Return what the probe found. It runs now if nothing has been written yet."""
         known = self._probed.get(self._bucket_id())
         if known is None:
             claimed = self._client.claims_create()
@@ -430,17 +435,20 @@ class FsspecStorage(Storage):
         return known
 
     def _bucket_id(self) -> tuple[int, str, str, str]:
-        """This process, and the bucket as its library reaches it. A storage without a library shares nothing."""
+        """Return this process, and the bucket as its library reaches it.
+
+        A storage without a library shares nothing.
+        """
         library = self._library
         if library is None:
             return 0, "", "", ""
         return os.getpid(), library.name, library.endpoint, self._client.bucket
 
     def _probe(self, folder: str) -> HonouredConditions:
-        """Create a key of our own twice: a store that excludes others refuses the second create.
+        """Create a key of our own twice: a store with an exclusive create refuses the second one.
 
-        The library repeats a request whose answer was lost, and the repeated request finds our own object. The
-        first answer then means nothing, and another key is tried.
+        The library repeats a request after its answer was lost, and the repeated request finds our
+        own object. The first answer then means nothing, and another key is tried.
         """
         lost: StorageError | None = None
         for _ in range(_PROBES):
@@ -453,7 +461,7 @@ class FsspecStorage(Storage):
                 self._remove_probe(key)
                 continue
             except UnsupportedError:
-                # OpenStack Swift answers 501 to a condition: nothing was made, nobody is excluded.
+                # OpenStack Swift answers 501 to a condition: nothing was made, creates are not exclusive.
                 return NO_CONDITIONS
             try:
                 excludes = self._excludes(key)
@@ -463,7 +471,7 @@ class FsspecStorage(Storage):
                 lost = error
             finally:
                 self._remove_probe(key)
-        # Not False: of two writers who think differently of one store, neither sees the other's log.
+        # Not False: if two writers disagree about a store, neither sees the other's log.
         raise StorageError(
             f"exclusive create cannot be probed: the answers to {_PROBES} requests were lost",
             uri=self.uri(folder),
@@ -479,14 +487,14 @@ class FsspecStorage(Storage):
         return False
 
     def _replaces_by_etag(self, key: str) -> bool:
-        """Replace the probe by its etag, which must be done, and again by that etag, which must not."""
+        """Replace the probe by its etag, which must work, and again by it, which must fail."""
         etag = self.stat(key).etag if self._library is not None else None
         if etag is None:
             return False
         try:
             self._replace_if(key, b"third", etag)
         except AlreadyExistsError:
-            if self.read(key) != b"third":  # else the library repeated it, and met its own
+            if self.read(key) != b"third":  # else the library repeated it, and found its own
                 return False
         except UnsupportedError:
             return False
@@ -500,7 +508,7 @@ class FsspecStorage(Storage):
         try:
             self.remove(key)
         except StorageError as error:
-            # No permission to delete, or a lock: what was seen stands, and a few bytes stay.
+            # No permission to delete, or a lock: the result is valid, and a few bytes stay.
             _log.warning("left behind: the probe %s (%s)", self.uri(key), error.message)
 
     def _create(self, key: str, data: bytes) -> None:
@@ -510,8 +518,8 @@ class FsspecStorage(Storage):
         except AlreadyExistsError:
             raise
         except StorageError as error:
-            # Some servers' refusal arrives as EINVAL (radosgw through s3fs): that something stands
-            # there, ours or another's, says that it was one.
+            # Some servers' refusal arrives as EINVAL (radosgw through s3fs). If an object is
+            # there, ours or another's, it was a refusal.
             if error.errno == errno.EINVAL and self._exists(key):
                 raise AlreadyExistsError("create failed: it exists", uri=self.uri(key)) from error
             raise
@@ -523,14 +531,18 @@ class FsspecStorage(Storage):
             self._client.fs.pipe_file(path, data, mode="create")
 
     def _replace_if(self, key: str, data: bytes, etag: str) -> None:
-        """Replace what has that etag; "": what is not there. AlreadyExistsError: something else is."""
+        """Replace the object if it has that etag; for "", create it if it is absent.
+
+        Raises:
+            AlreadyExistsError: The condition does not hold.
+        """
         assert self._library is not None  # noqa: S101 - the probe says no without one
         condition = IfMatch(etag) if etag else IF_ABSENT
         try:
             with self._client.translating("replace", key, changes=True):
                 self._library.put(self._client.fs, self._client.path_of(key), data, condition)
         except NotFoundError as error:
-            # Some stores answer 404, not 412, where the object of that etag has gone.
+            # Some stores answer 404, not 412, if the object with that etag is gone.
             raise AlreadyExistsError(
                 "replace failed: the object has changed", uri=self.uri(key)
             ) from error
@@ -583,7 +595,7 @@ class FsspecWriter(DataWriter):
                 # bytes: not every client's stream takes a memoryview, and it may keep the buffer.
                 block = bytes(view[sent : sent + _BLOCK_BYTES])
                 written = self._file.write(block)
-                # paramiko's writes all, and says nothing.
+                # paramiko's write writes everything, and returns nothing.
                 sent += len(block) if written is None else written
         self._broken = False
         return len(view)
@@ -621,7 +633,7 @@ class FsspecWriter(DataWriter):
         except FileNotFoundError:
             return
         except Exception as error:  # noqa: BLE001 - the error that brought us here is the one to tell
-            # Where the file was never opened, nothing of it is known to be there.
+            # If the file was never opened, it is not known whether anything of it exists.
             level = logging.DEBUG if stream is None else logging.WARNING
             _log.log(level, "left behind: %s (%s)", self._uri, mask_credentials(str(error)))
 
@@ -635,7 +647,7 @@ class FsspecWriter(DataWriter):
             return library.open_write(fs, self._path, _BLOCK_BYTES)
         if self._client.is_bucket:
             return fs.open(self._path, "wb", autocommit=False, block_size=_BLOCK_BYTES)
-        # An object store has no parents to make, so our callers make none.
+        # An object store has no parent directories, so our callers make none.
         self._client.make_parents(self._path.rpartition("/")[0])
         return fs.open(self._path, "wb")
 
@@ -643,7 +655,8 @@ class FsspecWriter(DataWriter):
         try:
             self._client.move(self._path, self._target)
         except FileExistsError:
-            # Some SFTP and SMB servers do not rename over: last wins means taking it away first.
+            # Some SFTP and SMB servers do not rename over a file. The last writer wins, so the old
+            # file is removed first.
             self._client.fs.rm_file(self._target)
             self._client.move(self._path, self._target)
 
@@ -699,7 +712,7 @@ class FsspecReader(DataReader):
             try:
                 return self._read_range(begin, end)
             except ValueError:
-                # fsspec's answer to a body that is no range, from which nothing was read.
+                # fsspec's error for a body that is no range; nothing of the body was read.
                 _log.info(
                     "%s: the server ignores ranges, so each read fetches the complete file",
                     self._uri,
@@ -714,7 +727,8 @@ class FsspecReader(DataReader):
         if self._file is None:
             self._file = self._client.fs.open(self._client.path_of(self._key), size=self.size_bytes)
         try:
-            # The seam of fsspec's buffered files. Unlike cat_file it looks at the answer first.
+            # The method that fsspec's buffered files use. Unlike cat_file it checks the answer
+            # first.
             return bytes(self._file._fetch_range(begin, end))  # noqa: SLF001
         except Exception as error:
             if getattr(error, "status", None) in _GONE:

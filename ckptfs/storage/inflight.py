@@ -12,22 +12,22 @@
     remove_tree(top)                    as shutil.rmtree with ignore_errors=True
 
 A thread in a dead hard mount cannot be interrupted and cannot report anything. Another thread of its process
-can: the heartbeat asks here and tells the other ranks. Nothing here does any I/O, and no lock is held
-during a call. Hand work to other threads with ``with_task``, or with ``Threads``, which uses it. Work that a
-thread does on its own account belongs to no task.
+can: the heartbeat reads the oldest call here and reports it to the other ranks. Nothing here does any I/O, and no
+lock is held during a call. Hand work to other threads with ``with_task``, or with ``Threads``, which uses it. Calls
+of a thread that works for no operation belong to no task.
 
-Records of the loggers of ckptfs say of which operation they are, on every thread that works for it:
+Log records of ckptfs name the operation that they belong to, on every thread that works for it:
 
     with log_fields(run="s3://bucket/run", step=100, rank=0):
         ...
         add_fields(save_id=save_id)         known later
 
 Each record has the attributes of ``FIELDS``, None where they are not known, so that a formatter may name them.
-Loggers are called after the folders of the package (``LOGGERS``): a module that moves changes no name.
+Loggers have the names of the folders of the package (``LOGGERS``), so their names stay when a module is moved.
 
-``WatchedFile``, ``walk`` and ``remove_tree`` are for the plain files of a user. They too may lie in a mount
-whose server is gone, and a rank that hangs there is reported with the path. Each call is registered by
-itself, because many calls that return are no hang.
+``WatchedFile``, ``walk`` and ``remove_tree`` are for the plain files of a user. These files too may be in a mount
+of a server that is gone, and a rank that hangs there is reported with the path. Each call is registered separately,
+because many calls that return are not a hang.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PendingCall:
     number: int  # unique in this process; later calls have larger numbers
     name: str
     where: str | int  # a path or a descriptor
-    task: int = 0  # what it belongs to; 0 if to no task
+    task: int = 0  # the task that it belongs to; 0 for none
 
     @property
     def text(self) -> str:
@@ -147,8 +147,9 @@ def in_task(task: int) -> Iterator[int]:
 
 
 def with_task(work: Callable[P, T]) -> Callable[P, T]:
-    """Wrap work for another thread, so that its calls belong to the task of the current thread, and what it
-    logs to the same operation.
+    """Wrap work for another thread, so that it belongs to the operation of the current thread.
+
+    Its calls then belong to the current task, and its log records to the same operation.
     """
     task, fields = _CURRENT.task, _fields_here()
     if not task and fields is None:
@@ -162,7 +163,7 @@ def with_task(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def oldest_call(task: int) -> PendingCall | None:
-    """Return the oldest call of ``task`` that has not returned, on any thread. Any thread may ask."""
+    """Return the oldest call of ``task`` that has not returned, on any thread. Thread-safe."""
     waited = [one for one in list(_PENDING.values()) if one.task == task]
     return min(waited, key=lambda one: one.number, default=None)
 
@@ -192,9 +193,10 @@ _FIELDS_HERE: ContextVar[dict[str, Any] | None] = ContextVar("ckptfs_log_fields"
 
 @contextmanager
 def log_fields(**fields: Any) -> Iterator[dict[str, Any]]:
-    """Records that are logged inside, on this thread and those that work for it, have these fields.
+    """Add fields to all log records inside, on this thread and on those that work for it.
 
-    Inner fields win over outer ones. What is put into the dict that this yields counts from then on.
+    Inner fields win over outer ones. Fields that are later put into the yielded dict are added from
+    then on.
     """
     known = {**(_FIELDS_HERE.get() or {}), **fields}
     token = _FIELDS_HERE.set(known)
@@ -206,7 +208,7 @@ def log_fields(**fields: Any) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _fields_of(fields: dict[str, Any] | None) -> Iterator[None]:
-    """The same dict that another thread uses: what that one learns later is known here too."""
+    """Use another thread's dict of fields: a field that one thread adds is known to both."""
     token = _FIELDS_HERE.set(fields)
     try:
         yield
@@ -215,22 +217,22 @@ def _fields_of(fields: dict[str, Any] | None) -> Iterator[None]:
 
 
 def add_fields(**fields: Any) -> None:
-    """Fields that the operation of this thread learns now; nothing outside of one."""
+    """Add fields to the operation of this thread. Outside of an operation this does nothing."""
     known = _FIELDS_HERE.get()
     if known is not None:
         known.update(fields)
 
 
 def _fields_here() -> dict[str, Any] | None:
-    """The dict of the operation that this thread works for, None outside of any."""
+    """Return the dict of the operation that this thread works for, or None outside of any."""
     return _FIELDS_HERE.get()
 
 
 class _OperationFilter(logging.Filter):
-    """Adds the fields to each record; keeps those that the call gave by ``extra=``."""
+    """Adds the fields to each record. Fields that the call gave by ``extra=`` win."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Always True."""
+        """Add the fields. Returns True always."""
         known = _FIELDS_HERE.get() or {}
         for name in FIELDS:
             if not hasattr(record, name):
@@ -238,8 +240,8 @@ class _OperationFilter(logging.Filter):
         return True
 
 
-# A filter of a logger sees what is logged to it and not what comes up from below: so each has it. Only loggers of
-# ckptfs: the records of others stay as they are.
+# The filter of a logger gets only the records that are logged to it, not those of loggers below, so
+# each logger has it. Only loggers of ckptfs: other records are not changed.
 for _name in LOGGERS:
     if not any(isinstance(one, _OperationFilter) for one in logging.getLogger(_name).filters):
         logging.getLogger(_name).addFilter(_OperationFilter())

@@ -3,9 +3,9 @@
     memory://name/run                 filesystem: real directories, rename in one step
     memory://name/run?shape=object    object: keys only, etags, conditional replace
 
-``MemoryStores`` holds the named stores of one process. Several threads may share a store; several
-processes cannot, and are told so: each would see a store of its own, and every rank's checkpoint
-would vanish with it. It survives nothing, so ``durable`` is False.
+``MemoryStores`` holds the named stores of one process. Several threads may share a store. Several
+processes cannot, and get an error: each would see a store of its own, and every rank's checkpoint
+would vanish with its process. A store survives nothing, so ``durable`` is False.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = ["STORES", "MemoryStorage", "MemoryStores", "Tree", "open_memory"]
 
 
 class Tree:
-    """What one store holds: ``files`` maps a path to (bytes, etag), ``dirs`` is the set of paths.
+    """The content of one store: ``files`` maps a path to (bytes, etag), ``dirs`` is a set of paths.
 
-    Paths have no leading slash; "" is the top, which always stands. ``lock`` makes each operation
+    Paths have no leading slash; "" is the top, which always exists. ``lock`` makes each operation
     one step.
     """
 
@@ -56,19 +56,22 @@ class Tree:
         self._etags = itertools.count(1)
 
     def put(self, path: str, data: bytes) -> None:
-        """Set a file's bytes under a fresh etag."""
+        """Set a file's bytes under a new etag."""
         self.files[path] = (data, f"{next(self._etags)}")
 
 
 class MemoryStores:
-    """The named stores of one process; tests may hold one of their own."""
+    """The named stores of one process. Tests may have one of their own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._trees: dict[str, Tree] = {}
 
     def tree(self, name: str, shape: Shape) -> Tree:
-        """The store of that name, made at first use. UriError: it exists in the other shape."""
+        """Return the store of that name, made at first use.
+
+        UriError: it exists in the other shape.
+        """
         with self._lock:
             tree = self._trees.setdefault(name, Tree(shape))
         if tree.shape is not shape:
@@ -81,12 +84,16 @@ class MemoryStores:
             self._trees.pop(name, None)
 
 
-# The stores that memory:// URIs name: process-wide by the nature of the scheme.
+# The stores of memory:// URIs: one set for the whole process, because such a URI names no other
+# place.
 STORES = MemoryStores()
 
 
 def open_memory(uri: Uri, storage_options: Mapping[str, Any]) -> MemoryStorage:
-    """The registry's factory. Options: shape = "filesystem" (default) or "object"."""
+    """Open ``memory://``: the registry's factory.
+
+    It has one option: shape = "filesystem" (default) or "object".
+    """
     unknown = set(storage_options) - {"shape"}
     if unknown:
         raise UriError(f"memory:// has no option {min(unknown)!r}", uri=uri, hint="shape")
@@ -118,14 +125,14 @@ class MemoryStorage(Storage):
         return {"root": self.root, "shape": self.shape, "_pid": self._pid}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Never raises: what cannot be used says so at its first use, with a readable error.
+        # Never raises: an object that cannot be used raises a readable error when it is first used.
         self.__dict__.update(state)
         here = self._pid == os.getpid()
         self._tree = STORES.tree(self.root.authority, self.shape) if here else None
 
     @property
     def tree(self) -> Tree:
-        """The store itself. UriError in another process than the one that opened it."""
+        """The store. UriError in another process than the one that opened it."""
         if self._tree is None or self._tree.pid != os.getpid():
             raise UriError(
                 "memory:// belongs to the process that opened it",
@@ -212,7 +219,7 @@ class MemoryStorage(Storage):
             return
         with self.tree.lock:
             if path in self.tree.files:
-                return  # as mkdir(2): EEXIST is success, whatever stands there
+                return  # as mkdir(2): EEXIST is success, whatever exists there
             parts = path.split("/") if path else []
             made = ["/".join(parts[: n + 1]) for n in range(len(parts))]
             if any(name in self.tree.files for name in made):
@@ -253,7 +260,7 @@ class MemoryStorage(Storage):
             self._need_parent("link", target)
             if self._stands(end):
                 raise self._taken(target)
-            self.tree.files[end] = held  # bytes that nobody changes in place
+            self.tree.files[end] = held  # bytes that are never changed in place
 
     def remove(self, key: str) -> None:
         path = self._path(key)

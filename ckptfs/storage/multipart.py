@@ -8,9 +8,9 @@
     one part or less    one PUT at close, no multipart upload at all
     a part fails        the next write or close raises its error; abort discards the parts
     no answer           a complete request without an answer is repeated. "No such upload" then means that the
-                        first request succeeded, provided the object has the expected size. (If somebody
-                        aborted the upload over an older object of that size, the answers would be the same.
-                        Data keys are used once, so there is no older object.)
+                        first request succeeded, provided the object has the expected size. (If the upload was
+                        aborted over an older object of that size, the answers would be the same. Data keys are
+                        used once, so there is no older object.)
 
 The writer holds the part that fills and the copied bytes of the parts in flight. ``Route.memory_bytes``
 bounds their sum, unless a single part has to be larger because of the object's size: write() waits until
@@ -90,8 +90,8 @@ __all__ = [
 
 log = logging.getLogger("ckptfs.storage")
 
-_ABORT_S = 5.0  # for the request that throws the parts away; what it misses goes by age
-_ABORT_WAIT_S = 10.0  # for parts under way: aborted before them, they would stay behind
+_ABORT_S = 5.0  # for the request that discards the parts; if it fails, a sweep removes them by age
+_ABORT_WAIT_S = 10.0  # for parts in flight: if the upload were aborted before them, they would stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ObjectWriter(DataWriter):
         self._plan = plan
         self._budget = UploadBudget(route.memory_bytes, route.concurrency)
         self._upload: Upload | None = None
-        self._number = 0  # of the part that fills
+        self._number = 0  # the number of the part that is being filled
         self._offset = 0  # where it begins
         self._part: FillingPart | None = None  # none before its first byte
         self._is_writable = True
@@ -132,7 +132,8 @@ class ObjectWriter(DataWriter):
     def _append(self, view: memoryview, *, lent: bool) -> int:
         if not self._is_writable:
             raise self._failure("the file cannot be written any more")
-        # Until this returns: what was interrupted half-way must not be closed as if it were whole.
+        # Until this returns: a write that was interrupted must not be closed as if it were
+        # complete.
         self._is_writable = False
         rest = view
         while len(rest):
@@ -157,7 +158,7 @@ class ObjectWriter(DataWriter):
         return FillingPart(self._budget, size_bytes, declared_bytes, gathers=gathers)
 
     def _send(self, part: FillingPart) -> None:
-        """Hand the part that filled to the pool."""
+        """Hand the full part to the pool."""
         if self._upload is None:
             self._upload = self._begun(part.size_bytes)
         self._budget.begin()
@@ -180,7 +181,7 @@ class ObjectWriter(DataWriter):
         try:
             sent = self._route.pool().submit(put)
         except BaseException as error:
-            self._budget.end(buffer, None)  # no thread took it: nobody else would say so
+            self._budget.end(buffer, None)  # no thread took it, so it is ended here
             if isinstance(error, RuntimeError):
                 raise StorageError(f"no thread can send a part: {error}", uri=self._uri) from error
             raise
@@ -194,7 +195,7 @@ class ObjectWriter(DataWriter):
         return retrier.run(lambda: client.begin_upload(self._key, part_bytes=part_bytes))
 
     def _dropped(self, buffer: memoryview | None) -> None:
-        """A part that waited for a thread, and gets none: whoever waits for it must not wait on."""
+        """End a part that waited for a thread and gets none, so that nothing waits for it."""
         self._budget.end(buffer, StorageError("the storage was closed", uri=self._uri))
 
     # -- ending ------------------------------------------------------------------------
@@ -219,7 +220,10 @@ class ObjectWriter(DataWriter):
         self._budget.stop(0)
 
     def _failure(self, text: str) -> BaseException:
-        """What broke the file, or ``text``: whoever comes later must not hide that the store is full."""
+        """Return the error that broke the file, or a new one with ``text``.
+
+        The first error must stay visible, for example that the store is full.
+        """
         return self._budget.error or StorageError(text, uri=self._uri)
 
     def _drop_part(self) -> None:
@@ -238,7 +242,7 @@ class ObjectWriter(DataWriter):
                 lost = True
                 raise
             except NotFoundError as error:
-                # An earlier try that was not answered completed it, or somebody aborted it.
+                # An earlier try without an answer completed it, or another process aborted it.
                 if lost and self._is_complete():
                     return
                 raise StorageError(
@@ -292,16 +296,25 @@ _DEFAULT_PART_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """The sizes of one object's parts. first_bytes: of the first. told_bytes: the size that was told."""
+    """The sizes of one object's parts.
+
+    Attributes:
+        limits: What the store accepts.
+        first_bytes: The size of the first part.
+        declared_bytes: The size of the object, if the caller gave it.
+    """
 
     limits: Limits
     first_bytes: int
     declared_bytes: int | None
 
     def part_bytes(self, number: int, offset: int) -> int:
-        """The size of part ``number`` (from 0), which begins at ``offset``; the last may be smaller.
+        """Return the size of part ``number`` (from 0), which begins at ``offset``.
 
-        UnsupportedError: the store takes no such part.
+        The last part may be smaller.
+
+        Raises:
+            UnsupportedError: The store accepts no such part.
         """
         limits = self.limits
         if number >= limits.max_parts or offset >= limits.max_object_bytes:
@@ -320,10 +333,17 @@ class PartPlan:
 def plan_parts(
     limits: Limits, *, size_hint_bytes: int | None, configured_bytes: int | None, memory_bytes: int
 ) -> PartPlan:
-    """How to cut an object of about that size.
+    """Decide how to cut an object of about that size.
 
-    asked_bytes: what the user set, else 16 MiB. room_bytes: what the upload may hold; a part is
-    larger only where the object's size leaves no choice. UnsupportedError: no object may be so large.
+    Args:
+        limits: What the store accepts.
+        size_hint_bytes: The size of the object, if the caller gave it.
+        configured_bytes: The part size that the user configured; None: 16 MiB.
+        memory_bytes: The memory of the upload. A part is larger only if the object's size requires
+            it.
+
+    Raises:
+        UnsupportedError: The store accepts no object of this size.
     """
     size = size_hint_bytes or 0
     if size > limits.max_object_bytes:
@@ -332,14 +352,14 @@ def plan_parts(
             hint="save with more ranks, or in more files",
         )
     wanted = min(configured_bytes or _DEFAULT_PART_BYTES, memory_bytes)
-    # A tenth of the parts is kept for a file that turns out larger than it was told to be.
+    # A tenth of the parts is kept for a file that turns out larger than its declared size.
     needed = -(-size // max(1, limits.max_parts * 9 // 10))
     first = _fitted(limits, max(wanted, needed))
     return PartPlan(limits, first, size_hint_bytes)
 
 
 def _fitted(limits: Limits, size_bytes: int) -> int:
-    """Within the limits, and a multiple where the store asks for one."""
+    """Return the size within the limits, as a multiple of the unit if the store has one."""
     unit = limits.part_multiple_bytes
     most = min(limits.max_part_bytes, limits.max_single_put_bytes) // unit * unit
     least = -(-limits.min_part_bytes // unit) * unit
@@ -350,7 +370,10 @@ def _fitted(limits: Limits, size_bytes: int) -> int:
 
 
 class UploadBudget:
-    """The bounds of one upload. memory_bytes: of all buffers. concurrency: parts under way at once."""
+    """The limits of one upload.
+
+    memory_bytes: The size of all buffers. concurrency: How many parts may be in flight.
+    """
 
     def __init__(self, memory_bytes: int, concurrency: int) -> None:
         self._memory_bytes = memory_bytes
@@ -363,7 +386,7 @@ class UploadBudget:
         self.stopped = threading.Event()
 
     def buffer(self, size_bytes: int) -> memoryview:
-        """Memory for one part, whatever is in it. Waits; raises a part's error."""
+        """Return memory for one part, with any content. Waits for memory; raises a part's error."""
         with self._changed:
             while self._spare:
                 found = self._spare.pop()
@@ -373,16 +396,16 @@ class UploadBudget:
             self._changed.wait_for(lambda: self._fits(size_bytes))
             self._check()
             self.allocated_bytes += size_bytes
-        # Nobody touches what no byte is copied to: most of a part may be lent.
+        # Pages that no byte is copied to stay untouched: most of a part may be lent.
         return np.empty(size_bytes, dtype=np.uint8).data
 
     def give_back(self, buffer: memoryview) -> None:
-        """A buffer that never went out."""
+        """Release a buffer of a part that was never sent."""
         with self._changed:
             self.allocated_bytes -= len(buffer)
 
     def begin(self) -> None:
-        """A part goes out. Waits while enough are under way; raises a part's error."""
+        """Count a part that is sent. Waits while enough are in flight; raises a part's error."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.error is not None or self.under_way < self._concurrency
@@ -391,7 +414,7 @@ class UploadBudget:
             self.under_way += 1
 
     def end(self, buffer: memoryview | None, error: BaseException | None) -> None:
-        """A part is done, or failed; its buffer is free."""
+        """Count a part that was sent or failed. Its buffer is free."""
         with self._changed:
             self.under_way -= 1
             if buffer is not None:
@@ -402,13 +425,13 @@ class UploadBudget:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Return when nothing is under way; raises a part's error."""
+        """Return when no part is in flight; raises a part's error."""
         with self._changed:
             self._changed.wait_for(lambda: self.under_way == 0)
             self._check()
 
     def stop(self, wait_s: float) -> bool:
-        """No part is tried again; whether all under way ended within ``wait_s``."""
+        """Stop retries. Returns whether all parts in flight ended within ``wait_s``."""
         self.stopped.set()
         with self._changed:
             done = self._changed.wait_for(lambda: self.under_way == 0, wait_s)
@@ -421,7 +444,7 @@ class UploadBudget:
             self.allocated_bytes -= len(self._spare.pop())
         return (
             self.error is not None
-            or self.under_way == 0  # a part that is larger than the bound goes alone
+            or self.under_way == 0  # a part that is larger than the limit is sent alone
             or self.allocated_bytes + size_bytes <= self._memory_bytes
         )
 
@@ -442,8 +465,10 @@ class _Copied:
 
 
 class FillingPart:
-    """One part that takes ``size_bytes``. told_bytes: what is left of the object, as far as its size was
-    told: a small file gets a small buffer. gathers: whether the client sends pieces as they lie.
+    """One part of ``size_bytes`` that is being filled.
+
+    declared_bytes: How much of the object is left, if its size was given: a small file gets a small
+    buffer. gathers: Whether the client sends several pieces without a copy.
     """
 
     def __init__(
@@ -464,9 +489,9 @@ class FillingPart:
         return self.size_bytes - self.filled_bytes
 
     def add(self, piece: memoryview, *, lent: bool) -> None:
-        """Append at most ``left_bytes``. lent: it stays as it is until the object is closed.
+        """Append at most ``left_bytes``. May wait for memory; raises the error of an earlier part.
 
-        May wait for room; raises the error of an earlier part.
+        lent: The memory does not change until the object is closed.
         """
         if lent and (self._gathers or not self._pieces):
             self._pieces.append(piece)
@@ -479,19 +504,22 @@ class FillingPart:
         self.filled_bytes += len(piece)
 
     def pieces(self) -> list[memoryview]:
-        """All bytes, in order; at most one piece where the client does not gather."""
+        """Return all bytes, in order, in at most one piece if the client does not gather."""
         whole = self._buffer if self._buffer is not None else memoryview(b"")
         return [
             whole[one.start : one.stop] if isinstance(one, _Copied) else one for one in self._pieces
         ]
 
     def take_buffer(self) -> memoryview | None:
-        """The buffer, which is the caller's now; pieces taken before lie in it."""
+        """Return the buffer, which now belongs to the caller.
+
+        Pieces taken before are views of it.
+        """
         buffer, self._buffer = self._buffer, None
         return buffer
 
     def drop(self) -> None:
-        """It will never go out."""
+        """Release the buffer of a part that will never be sent."""
         buffer = self.take_buffer()
         if buffer is not None:
             self._budget.give_back(buffer)
@@ -508,7 +536,7 @@ class FillingPart:
             self._pieces.append(_Copied(start, stop))
 
     def _buffer_for(self, size_bytes: int) -> memoryview:
-        """The buffer, at least so large."""
+        """Return the buffer, with at least this size."""
         if self._buffer is None:
             declared_bytes = self._declared_bytes
             small = size_bytes <= declared_bytes < self.size_bytes
@@ -525,7 +553,7 @@ class FillingPart:
 _REORDER_WAIT_S: Final = (
     0.5  # for the parts before one that came early, if one thread brings them all
 )
-_MAX_EARLY: Final = 4  # then so many wait as copies; more wait uncopied
+_MAX_EARLY: Final = 4  # so many wait as copies; further ones wait uncopied
 _STREAM_ABORT_S: Final = 30.0
 
 
@@ -533,7 +561,7 @@ _Piece = bytes | np.ndarray[Any, Any]
 
 
 class _StoppedError(CkptfsError):
-    """The upload was aborted here; obstore passes it through."""
+    """The upload was aborted here. obstore passes this error through."""
 
 
 class PartQueue:
@@ -573,14 +601,16 @@ class PartQueue:
             return self._pieces.popleft()
 
     def put(self, number: int, pieces: Sequence[Buffer]) -> bool:
-        """Add one part, and return when nobody reads its buffers any more; of a smaller part, the last, at once.
+        """Add one part, and return when its buffers are not read any more.
+
+        For a smaller part, the last one, it returns at once.
 
         Returns:
-            Whether it was taken. False: the stream has ended.
+            Whether the part was taken. False: the stream has ended.
         """
         with self._changed:
             if self._is_ended or number < self._consumed:
-                return not self._is_ended  # a part that went already: the bytes are the same
+                return not self._is_ended  # a repeated part: the bytes are the same
             size_bytes = sum(memoryview(piece).nbytes for piece in pieces)
             if not size_bytes:
                 return self._copy(number, [b""])
@@ -588,8 +618,8 @@ class PartQueue:
                 self._lend(number, pieces)
                 return True
             try:
-                # Other threads bring those before it, as a rule at once: then nothing is copied, and
-                # what an upload holds is what its parts' owners know of.
+                # Other threads usually bring the parts before it soon. Then nothing is copied, and the upload
+                # holds no memory that the owners of the parts do not know of.
                 self._changed.wait_for(
                     lambda: self._is_ended or self._reaches(number), _REORDER_WAIT_S
                 )
@@ -600,13 +630,13 @@ class PartQueue:
                     self._lend(number, pieces)
                     self._changed.wait_for(lambda: self._is_ended or number not in self._in_use)
             except BaseException:
-                # Ctrl-C: the stream must not go on with a buffer that is the caller's again.
+                # Ctrl-C: the stream must not read a buffer that belongs to the caller again.
                 self._stop()
                 raise
             return not self._is_ended
 
     def _reaches(self, number: int) -> bool:
-        """Every part before this one is here or was handed over."""
+        """Whether every part before this one is here or was handed over."""
         return all(before in self._waiting for before in range(self._consumed, number))
 
     def _copy(self, number: int, pieces: Sequence[Buffer]) -> bool:
@@ -615,7 +645,7 @@ class PartQueue:
         return True
 
     def finish(self) -> None:
-        """No more parts. StorageError: one is missing."""
+        """Declare that there are no more parts. StorageError: one is missing."""
         with self._changed:
             end = self._consumed + len(self._waiting)
             if self._waiting and max(self._waiting) != end - 1:
@@ -624,12 +654,13 @@ class PartQueue:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """The stream is over: the consumer's next step raises, whoever gives gets False."""
+        """End the stream: the consumer's next step raises, and ``put`` returns False."""
         with self._changed:
             self._stop()
 
     def _lend(self, number: int, pieces: Sequence[Buffer]) -> None:
-        # Arrays only for their weak references: they die when the last reader of their bytes is gone.
+        # Arrays, because they support weak references: these die when the last reader of the bytes
+        # is gone.
         lent = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
         self._in_use[number] += len(lent)
         for array in lent:
@@ -652,7 +683,7 @@ class PartQueue:
 
 
 class StreamUpload(Upload):
-    """Parts that go out through one call, which a thread of its own makes.
+    """A multipart upload by one call, which runs in a thread of its own.
 
     Nothing happens, and no thread exists, before the first part.
 
@@ -703,12 +734,15 @@ class StreamUpload(Upload):
             raise NotFoundError("complete failed: the upload has ended", uri=self._context.uri)
         self._is_reported = True
         if isinstance(failure, NotFoundError) and failure.hint in self._no_upload_hints():
-            # obstore asked again after an answer that was lost, and met its own success.
+            # obstore repeated a request after its answer was lost, and found its own success.
             raise AnswerLostError("complete may have happened", uri=self._context.uri)
         raise failure
 
     def _no_upload_hints(self) -> tuple[str | None, ...]:
-        """Of a 404 that means the upload; a missing bucket has another, and nothing of ours."""
+        """Return the hints of a 404 that means the upload.
+
+        A missing bucket has another hint, and then nothing of ours is left.
+        """
         return (None, reason_error(self._context, Reason.NO_UPLOAD).hint)
 
     def abort(self) -> None:
@@ -730,13 +764,13 @@ class StreamUpload(Upload):
     def _run(self) -> None:
         try:
             self._etag = self._send(self._queue)
-        except BaseException as error:  # noqa: BLE001 - told by the next put_part or by complete
+        except BaseException as error:  # noqa: BLE001 - raised by the next put_part or by complete
             self._failure = error
         self._ended = True
         self._queue.stop()
 
     def _final_error(self) -> BaseException:
-        """Why the stream is over, as something that trying again does not cure."""
+        """Return why the stream ended, as an error that a retry does not cure."""
         failure, self._is_reported = self._failure, True
         if isinstance(failure, TransientError | AnswerLostError):
             return StorageError(

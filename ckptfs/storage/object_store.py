@@ -1,18 +1,17 @@
-"""An object store: keys, no directories, no rename. What is decided once for all client libraries.
+"""An object store: keys, no directories, no rename. All decisions that client libraries share.
 
-    read create replace stat list     one request each       conditional_writes.py  are they honoured?
+    read create replace stat list     one request each       conditional_writes.py  whether conditions work
     at_once      several of these at the same time
-    open_write   parts in parallel    multipart.py           retry.py     when again
-    open_read    ranges in parallel   ranged_reads.py          options.py   how much at once
-    remove*      batches              bulk_delete.py           clients/     one file per library
+    open_write   parts in parallel    multipart.py           retry.py     when to retry
+    open_read    ranges in parallel   ranged_reads.py        options.py   how much at the same time
+    remove*      batches              bulk_delete.py         clients/     one file per library
 
-Writing is final: data keys never change under their name, the one thing that can be won is a create.
-A conditional put whose answer was lost is not repeated here but told (AnswerLostError): only the
-caller can tell its own bytes from another's. Everything else is repeated until ``retry_s`` is over.
+Writing is final: the bytes of a data key never change, and the only operation with one winner is a create.
+If the answer to a conditional put is lost, the put is not repeated here but raises AnswerLostError: only the
+caller can distinguish its own bytes from another's. All other requests are repeated until ``retry_s`` is over.
 
-Nothing is written by reading, nothing is listed where a key is known, and no bucket, no directory
-marker and no copy is ever made. Clients and threads belong to one process; after a fork or a pickle
-there are new ones.
+Reading writes nothing, nothing is listed if its key is known, and no bucket, no directory marker and no copy
+is ever made. Clients and threads belong to one process; after a fork or a pickle there are new ones.
 """
 
 from __future__ import annotations
@@ -58,10 +57,11 @@ T = TypeVar("T")
 
 
 def open_object_store(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
-    """The registry's factory for ``s3://``, ``gs://``, ``az://`` and their kin.
+    """Open ``s3://``, ``gs://``, ``az://`` and related protocols: the registry's factory.
 
-    An ``ObjectStorage``, or an ``FsspecStorage`` over the store's fsspec library where obstore cannot do
-    what the options ask for, or was used before this process was forked. ``data_path`` says which.
+    Returns an ``ObjectStorage``, or an ``FsspecStorage`` over the store's fsspec library if obstore
+    cannot do what the options ask for, or was used before this process was forked. ``data_path``
+    names the library.
     """
     options, rest = parse_options(uri, storage_options)
     path = choose_path(uri, options.client, rest)
@@ -76,20 +76,23 @@ def open_object_store(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
 
 @dataclass(frozen=True, slots=True)
 class _BucketState:
-    """What this process has seen of one bucket through one client; storages come and go with saves."""
+    """What this process knows of one bucket through one client.
+
+    Storages are opened and closed with saves; this stays.
+    """
 
     conditions: ConditionProbe = field(default_factory=ConditionProbe)
     backoff: DeleteBackoff = field(default_factory=DeleteBackoff)
 
 
-# By process, client library, endpoint and bucket. A fork begins anew: its locks are its own.
+# By process, client library, endpoint and bucket. A forked child has entries, and locks, of its own.
 _SEEN: dict[tuple[int, str, str, str], _BucketState] = {}
 
 
 class ObjectStorage(Storage):
     """Bytes below one prefix of one bucket, through ``client``. Picklable with its options.
 
-    data_path: the library that carries the data, and why, for ``ckptfs doctor``.
+    data_path: The library that carries the data, and why it was chosen, for ``ckptfs doctor``.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class ObjectStorage(Storage):
         self.data_path = data_path
         self.client = client
         self.options = options or ObjectOptions()
-        # What an upload may hold: all of it ours, or half of it the library's.
+        # The memory of an upload: all of it is ours, or half of it is the library's.
         self._memory_bytes = self.options.memory_bytes // (2 if client.copies_parts else 1)
         self.retrier = Retrier(
             client.endpoint,
@@ -114,7 +117,7 @@ class ObjectStorage(Storage):
         self._prefix = f"{base}/" if base else ""
         self._pools: dict[int, Threads] = {}
         self._callers: dict[int, Threads] = {}
-        # As it was told first: a client that learns more by a request has the same server.
+        # As given at first: a client that learns more by a request has the same server.
         self._server = (type(client).__qualname__, client.endpoint)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,8 +125,9 @@ class ObjectStorage(Storage):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Before this process wrote here by a condition: what the client can ask for. Then what the
-        probe saw. Asking costs nothing.
+        """What the client can request. After the first conditional write: what the probe found.
+
+        Reading this makes no request.
         """
         found, asks = self._bucket_state.conditions.found, self.client.conditions
         return Capabilities(
@@ -137,7 +141,7 @@ class ObjectStorage(Storage):
         )
 
     def probe(self, key: str) -> Capabilities:
-        """As ``Storage.probe``: six small requests on a fresh key below ``key``, once per process."""
+        """See ``Storage.probe``. It makes six small requests on a new key, once per process."""
         self._honoured(key)
         return self.capabilities
 
@@ -154,7 +158,10 @@ class ObjectStorage(Storage):
     def read_ahead(
         self, keys: Sequence[str], *, limit_bytes: int = SMALL_BYTES
     ) -> tuple[bytes, ...]:
-        """As ``Storage.read_ahead``, all at once: a request takes long, and most of them are there."""
+        """See ``Storage.read_ahead``. All files are read at the same time.
+
+        A request takes long, and most of the files exist.
+        """
         if len(keys) < 2:  # noqa: PLR2004 - one is no reason for a thread
             return super().read_ahead(keys, limit_bytes=limit_bytes)
         pool = self._pool()
@@ -171,11 +178,11 @@ class ObjectStorage(Storage):
         return tuple(found)
 
     def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T | StorageError]:
-        """As ``Storage.at_once``: all at the same time."""
+        """See ``Storage.at_once``. All calls run at the same time."""
         if len(calls) < 2:  # noqa: PLR2004 - one is no reason for a thread
             return super().at_once(calls)
         first, *others = calls
-        # Not the threads that parts go out by: a call that waits for parts would take their place.
+        # Not the threads that send parts: a call that waits for parts would occupy one of them.
         pool = self._threads(self._callers, "ckptfs-calls")
         running: list[Future[T]] = []
         try:
@@ -184,7 +191,7 @@ class ObjectStorage(Storage):
         except RuntimeError as error:
             raise StorageError(f"no thread can send a request: {error}", uri=self.root) from error
         finally:
-            # Whatever ends this: a request that is still on its way may write.
+            # In any case: a request that is still in flight may write.
             uninterrupted(lambda: wait(running))
         for one in running:
             try:
@@ -196,7 +203,11 @@ class ObjectStorage(Storage):
         return found
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
-        """As ``Storage.create``, by a conditional PUT. UnsupportedError: the store ignores it."""
+        """See ``Storage.create``. It uses a conditional PUT.
+
+        Raises:
+            UnsupportedError: The store ignores the condition.
+        """
         del staging
         path = self._path(key)
         if not self._honoured(key.rpartition("/")[0]).if_absent:
@@ -222,7 +233,7 @@ class ObjectStorage(Storage):
         try:
             self.retrier.run(lambda: self.client.put(path, data, condition), after=NOT_DONE)
         except NotFoundError as error:
-            # Some stores answer 404, not 412, where the object of that etag has gone.
+            # Some stores answer 404, not 412, if the object with that etag is gone.
             raise AlreadyExistsError(
                 "replace failed: the object has changed", uri=self.uri(key)
             ) from error
@@ -239,7 +250,7 @@ class ObjectStorage(Storage):
         names: dict[str, bool] = {}
         for item in found:
             name = item.key.removeprefix(prefix).rstrip("/")
-            if name:  # else a marker that somebody made for the prefix itself
+            if name:  # otherwise it is a marker object for the prefix itself
                 names[name] = names.get(name, False) or item.is_prefix
         entries = (Entry(name, is_dir) for name, is_dir in names.items())
         return usable(entries, self.uri(key))
@@ -247,8 +258,10 @@ class ObjectStorage(Storage):
     # -- large, streamed ---------------------------------------------------------------
 
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
-        """As ``Storage.open_write``. With the size, parts are no larger than they must be; a size
-        that no object may have is UnsupportedError at once.
+        """See ``Storage.open_write``.
+
+        If the size is given, parts are no larger than necessary, and a size that no object may have
+        raises UnsupportedError at once.
         """
         uri = self.uri(key)
         try:
@@ -318,7 +331,7 @@ class ObjectStorage(Storage):
             try:
                 self.retrier.run(lambda u=upload: self.client.abort_pending(u))  # type: ignore[misc]
             except NotFoundError:
-                continue  # completed, or swept by another
+                continue  # completed, or aborted by another sweep
             swept += 1
         return swept
 
@@ -343,7 +356,7 @@ class ObjectStorage(Storage):
             return ()
 
     def _path(self, key: str) -> str:
-        """The whole key in the bucket. UriError: not a plain relative key."""
+        """Return the whole key in the bucket. UriError: it is not a plain relative key."""
         return self.uri(key).path.lstrip("/")
 
     def _honoured(self, folder: str) -> HonouredConditions:
@@ -374,11 +387,11 @@ class ObjectStorage(Storage):
         return self._threads(self._pools, "ckptfs-io")
 
     def _threads(self, pools: dict[int, Threads], name: str) -> Executor:
-        """The threads of this process: those of the one that forked it are not there."""
+        """Return the threads of this process. A forked child has none of its parent's threads."""
         pid = os.getpid()
         found = pools.get(pid)
         if found is None:
-            # setdefault: of two threads that come first at once, both use one pool.
+            # setdefault: if two threads come first at the same time, both use one pool.
             fresh = Threads(self.options.concurrency, name)
             found = pools.setdefault(pid, fresh)
         return found

@@ -6,12 +6,12 @@
     concurrency         8         requests in flight at once, per opened storage
     memory_bytes        256 MiB   what one upload holds beyond the caller's tensors
     retry_s             60        from the first failure of one request until it is given up
-    connect_timeout_s   10        until a connection stands
+    connect_timeout_s   10        until a connection is established
     request_timeout_s   60        silence on one request
 
 Sizes may be written "16 MiB" and durations "60 s", because a URI's query is text. A value that makes no
-sense is a UriError that names the option and what it takes. A part size is adjusted to what the store and
-the object's size allow (multipart.py).
+sense raises a UriError with the option and the values that it takes. A part size is adjusted to what the store
+and the object's size allow (multipart.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_CONCURRENCY = 256
 class Times:
     """Time limits of one request."""
 
-    connect_s: float = 10.0  # until a connection stands
+    connect_s: float = 10.0  # until a connection is established
     request_s: float = 60.0  # without a byte in either direction
 
 

@@ -1,11 +1,11 @@
-"""One object, read in ranges: parallel, each straight into its place, all of the same object.
+"""One object, read in ranges: in parallel, each directly into the caller's buffer.
 
     open        one HEAD: size and etag
     read_into   up to 8 MiB: one request           more: ranges of 8 MiB, several at once
                 each range with the etag: another object under the key is StaleError, never a mixture
 
-The calling thread fetches ranges too, so that a busy pool slows a read and never blocks it. A read
-that fails returns when no thread writes into the caller's buffer any more.
+The calling thread fetches ranges too, so that a busy pool slows a read but never blocks it. A failed read
+raises its error only when no thread writes into the caller's buffer any more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ RANGE_BYTES = 8 << 20
 
 
 def split(offset: int, size_bytes: int, range_bytes: int = RANGE_BYTES) -> list[tuple[int, int]]:
-    """(offset, size) of each request: as even as whole 64 KiB allow, none above ``range_bytes``."""
+    """Return (offset, size) of each request.
+
+    The sizes are as equal as multiples of 64 KiB permit, and none is above ``range_bytes``.
+    """
     count = max(1, -(-size_bytes // range_bytes))
     step = -(-size_bytes // count)
     step = min(range_bytes, -(-step // 65536) * 65536)
@@ -99,20 +102,20 @@ class ObjectReader(DataReader):
                 for _ in range(min(self._route.concurrency, len(ranges)) - 1):
                     helpers.append(pool.submit(work))  # noqa: PERF401 - kept when the next one fails
             work()
-            # Before anybody is told to stop: the last range of a helper may have to be asked for again.
+            # Before the helpers are stopped: the last range of a helper may have to be requested again.
             for helper in helpers:
                 if not helper.cancel():
                     helper.exception()
         finally:
-            # Whatever happened, a second Ctrl-C included: no thread may write into the buffer after
-            # this returns.
+            # In any case, after a second Ctrl-C too: no thread may write into the buffer after this
+            # returns.
             uninterrupted(lambda: _end(stop, helpers))
         if errors:
             raise errors[0]
 
 
 def _end(stop: threading.Event, helpers: list[Future[None]]) -> None:
-    """Returns when none of them works any more."""
+    """Stop the helpers, and return when none of them is running."""
     stop.set()
     for helper in helpers:
         if not helper.cancel():

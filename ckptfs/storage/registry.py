@@ -7,7 +7,7 @@
     webhdfs               WebHdfsStorage
     faults+X, nodes+X     ckptfs.testing: faults planned from outside; node-local disks as directories
     objects+memory        ckptfs.testing: ObjectStorage over an object store in this process's memory
-    fsspec+X              FsspecStorage over X, whatever else knows X (fsspec+file, fsspec+memory)
+    fsspec+X              FsspecStorage over X, even if X has another backend (fsspec+file, fsspec+memory)
     entry points          group "ckptfs.backends", name = protocol, value = "module:factory"
     anything fsspec knows FsspecStorage
 
@@ -61,7 +61,7 @@ _EXTRAS = {
 # Implementations that fsspec ships itself and that import their library when they connect.
 _LATE = {"hdfs": "pyarrow", "arrow_hdfs": "pyarrow", "sftp": "paramiko", "ssh": "paramiko"}
 
-# What os.path makes of a URI that is given for a path: s3://bucket becomes a directory called "s3:".
+# os.path turns a URI that is given as a path into this: s3://bucket becomes a directory "s3:".
 _URI_AS_PATH = re.compile(r"/((?:ckptfs\+)?(?:s3|gs|gcs|az|abfss?|adl|hdfs|memory)):/")
 
 
@@ -69,10 +69,11 @@ def open_storage(
     uri: Uri | str | os.PathLike[Any] | HasProtocol,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Storage:
-    """The storage rooted at ``uri``; nothing is read or written yet.
+    """Open the storage rooted at ``uri``. Nothing is read or written yet.
 
-    UriError: no backend knows the protocol, or the credentials were masked on the way.
-    MissingDriverError: its library is not installed; the hint names the extra.
+    Raises:
+        UriError: No backend knows the protocol, or the credentials were masked on the way.
+        MissingDriverError: Its library is not installed; the hint names the extra.
     """
     place = Uri.parse(uri)
     if place.is_local and (taken := _URI_AS_PATH.search(place.path)) is not None:
@@ -93,7 +94,10 @@ def open_storage(
 
 
 def is_served(uri: Uri) -> bool:
-    """Whether a backend knows the protocol; that its library is missing is told by ``open_storage``. No I/O."""
+    """Whether a backend knows the protocol. No I/O.
+
+    It is also True if the library of the backend is missing: ``open_storage`` reports that.
+    """
     wrapper, plus, inner = uri.protocol.partition("+")
     try:
         if plus and wrapper in ("faults", "fsspec"):
@@ -144,7 +148,7 @@ def _load(target: str) -> Factory:
 
 
 def _need_driver(uri: Uri) -> None:
-    # fsspec is not light, and plain paths never come here.
+    # fsspec takes long to import, and plain paths never come here.
     from fsspec.registry import get_filesystem_class, known_implementations
 
     protocol = uri.protocol
@@ -170,14 +174,17 @@ def _need_driver(uri: Uri) -> None:
 
 
 def entry_points(*, group: str, name: str) -> Iterable[EntryPoint]:
-    """What is installed now."""
+    """Return the entry points that are installed now."""
     return [point for point in _installed(group, _package_folders()) if point.name == name]
 
 
 @lru_cache(maxsize=1)
 def _installed(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
-    """Those of a group, read once for each state of the folders: that takes 7 ms and more."""
-    # Imported at first use: for ``ckptfs ls`` it would take as long as the rest.
+    """Return the entry points of a group, read once for each state of the folders.
+
+    Reading them takes 7 ms and more.
+    """
+    # Imported when it is first used: for ``ckptfs ls`` it would take as long as everything else.
     from importlib.metadata import entry_points as installed
 
     del folders
@@ -185,7 +192,7 @@ def _installed(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[EntryP
 
 
 def _package_folders() -> tuple[tuple[str, int], ...]:
-    """Where Python looks for packages, and when each was last added to."""
+    """Return the folders that Python imports from, and when a package was last added to each."""
     found = []
     for folder in sys.path:
         with suppress(OSError):

@@ -32,9 +32,9 @@ _WARN_INTERVAL_S = 60.0
 
 Retryable = tuple[type[StorageError], ...]
 
-# Reads, deletes, parts, unconditional puts: twice is once.
+# Reads, deletes, parts, unconditional puts: doing them twice is the same as doing them once.
 IDEMPOTENT: Final[Retryable] = (TransientError, AnswerLostError)
-# Conditional puts: a second one would meet our own object and take it for somebody else's.
+# Conditional puts: a second one would find our own object and take it for another writer's.
 NOT_DONE: Final[Retryable] = (TransientError,)
 
 
@@ -157,7 +157,7 @@ class Retrier:
                 log.debug("try %d at %s failed: %s", failures, self.endpoint, error)
                 before_s = _WARN_S - (now_s - first_s)
                 if 0.0 < before_s <= pause_s:
-                    # The line comes when it is due, and not after a pause that goes on beyond that.
+                    # The warning is logged when it is due, and not after a pause that lasts longer.
                     self.sleep(before_s, stop)
                     pause_s -= before_s
                 self._warn(error, self.clock() - first_s)

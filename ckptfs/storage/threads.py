@@ -2,7 +2,7 @@
 
 The standard pool accepts no work once the main thread has returned. A save that continues in another
 thread (``async_save`` at the end of a script) would fail half-way. The standard pool also joins its threads
-when the interpreter ends, so a thread that waits in a dead mount would keep the process for ever. The threads
+when the interpreter ends, so a thread that waits in a dead mount would keep the process alive forever. The threads
 of this pool are daemon threads that nothing joins at the end: only a thread that waits for a result keeps
 the process alive. They start when there is work, and end after some idle seconds or at ``shutdown``. Their
 system calls belong to the task that submitted the work (``inflight``).
@@ -14,7 +14,7 @@ A ``Pump`` writes one piece of a file on a thread of its own while its caller re
 ``ProcessLock`` is a lock that a fork does not inherit as locked:
 
     thread A holds the lock, opening a client   |  thread B forks: the child has B only, and a plain
-                                                |  lock stays locked there for ever
+                                                |  lock stays locked there permanently
 """
 
 from __future__ import annotations
@@ -161,9 +161,11 @@ class Threads(Executor):
 
 
 class ProcessLock:
-    """``with lock:``, among the threads of one process. Each process has its own, made when first used.
+    """A lock among the threads of one process, used as ``with lock:``.
 
-    What it guards is the parent's too after a fork: whoever locks looks whose it is.
+    Each process has its own, made when it is first used. After a fork, the child has a copy of the
+    guarded data that still belongs to the parent, so the code inside the lock checks which process
+    made the data.
     """
 
     def __init__(self) -> None:
@@ -171,7 +173,7 @@ class ProcessLock:
 
     def __enter__(self) -> None:
         pid = os.getpid()
-        # setdefault: of two threads that come first at once, both get the same lock.
+        # setdefault: if two threads come first at the same time, both get the same lock.
         (self._locks.get(pid) or self._locks.setdefault(pid, threading.Lock())).acquire()
 
     def __exit__(
@@ -184,7 +186,7 @@ class ProcessLock:
 
 
 _PUMP_BYTES = 4 << 20  # files with a piece of this get a thread; smaller ones are not worth it
-_AHEAD = 1  # pieces that wait for the pump: one staged tensor more in memory, no two
+_AHEAD = 1  # pieces that wait for the pump: one more staged tensor in memory, not two
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +194,15 @@ class _Piece:
     """Bytes for the writer."""
 
     data: bytearray | memoryview
-    is_lent: bool  # nobody changes them until the file is closed
+    is_lent: bool  # the caller does not change them until the file is closed
 
 
 class Pump:
-    """Writes pieces in order, on a thread once a large one comes: the caller makes the next one meanwhile.
+    """Writes pieces in order, on a thread of its own from the first large piece.
 
-    Leaving the ``with`` block normally waits until all is written. Leaving it by an exception writes nothing
-    more, and waits for the write in progress: the writer may be aborted then.
+    The caller makes the next piece while one is being written. Leaving the ``with`` block normally
+    waits until all pieces are written. Leaving it by an exception writes nothing more, and waits
+    for the write in progress: the writer may be aborted after that.
     """
 
     def __init__(self, writer: DataWriter) -> None:
@@ -225,15 +228,18 @@ class Pump:
             self.stop(exc)
 
     def write(self, data: bytearray | memoryview) -> None:
-        """Write ``data``, now or soon. It must not change until two more pieces have been passed, or ``finish``.
+        """Write ``data``, now or soon.
+
+        ``data`` must not change until two more pieces have been passed, or until ``finish``
+        returns.
 
         Raises:
-            BaseException: What writing an earlier piece raised.
+            BaseException: The error of an earlier piece.
         """
         self._put(_Piece(data, is_lent=False))
 
     def lend(self, data: bytearray | memoryview) -> None:
-        """As ``write``; ``data`` must not change until the file is closed."""
+        """Write as ``write`` does; ``data`` must not change until the file is closed."""
         self._put(_Piece(data, is_lent=True))
 
     def _put(self, piece: _Piece) -> None:
@@ -246,7 +252,7 @@ class Pump:
         self._pieces.put(piece)
 
     def then(self, done: Callable[[], None]) -> None:
-        """Call ``done`` when all that was put is written; never, when writing fails."""
+        """Call ``done`` when all earlier pieces are written. It is not called if writing fails."""
         if self._thread is None:
             done()
         else:
@@ -268,10 +274,10 @@ class Pump:
             self._writer.write(piece.data)
 
     def finish(self) -> None:
-        """Return when all is written.
+        """Return when all pieces are written.
 
         Raises:
-            BaseException: What writing raised.
+            BaseException: The error of a write.
         """
         if self._thread is not None:
             self._pieces.put(None)
@@ -289,7 +295,7 @@ class Pump:
         self._error = self._error or why
         if self._thread is not None:
             self._pieces.put(None)
-            uninterrupted(self._ended.wait)  # or it would write through a writer that was aborted
+            uninterrupted(self._ended.wait)  # it must not write to an aborted writer
             self._thread = None
 
     def _run(self) -> None:
@@ -299,7 +305,7 @@ class Pump:
             self._ended.set()
 
     def _pump(self) -> None:
-        # After an error it goes on taking pieces, or put() would block for ever.
+        # After an error it still takes pieces: otherwise put() would block forever.
         while (piece := self._pieces.get()) is not None:
             if isinstance(piece, _Piece):
                 self._room.release()

@@ -1,13 +1,13 @@
 """HDFS over HTTP (WebHDFS), used as an object store.
 
     create       a temporary file at the staging key, closed, then renamed; refused if the key exists
-    replace      a temporary file beside the key, closed, then renamed over the key
+    replace      a temporary file next to the key, closed, then renamed over the key
     open_write   the same, streamed
     open_read    ranges of one inode
 
 HDFS renames a directory *into* an existing directory and reports success, so no directory is ever
-renamed here. A key is all there is: parents are made by the write that needs them and removed with
-their last key. ``clients/webhdfs_client`` speaks to the servers.
+renamed here. Only keys count: the write that needs a parent makes it, and the parent is removed with
+its last key. ``clients/webhdfs_client`` makes the requests.
 
 This is ``webhdfs://``. ``hdfs://`` goes through fsspec, pyarrow and libhdfs (``fsspec_store``), which
 have no rename that refuses to replace.
@@ -87,16 +87,17 @@ _BOOLEANS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": F
 
 
 def open_webhdfs(uri: Uri, storage_options: Mapping[str, Any]) -> WebHdfsStorage:
-    """The registry's factory. It does no I/O.
+    """Open ``webhdfs://``: the registry's factory. It does no I/O.
 
     Args:
         uri: ``webhdfs://[user[:password]@]host[:port]/path``.
-        storage_options: The arguments of fsspec's ``WebHDFS``, which win over the URI; ``replication``
-            and ``block_size_bytes`` of new files; ``concurrency``, ``retry_s``, ``connect_timeout_s``
-            and ``request_timeout_s``. Without any user, HADOOP_USER_NAME is used.
+        storage_options: The arguments of fsspec's ``WebHDFS``, which win over the URI;
+            ``replication`` and ``block_size_bytes`` of new files; ``concurrency``, ``retry_s``,
+            ``connect_timeout_s`` and ``request_timeout_s``. Without any user, HADOOP_USER_NAME is
+            used.
 
     Raises:
-        UriError: An option is unknown, or its value means nothing.
+        UriError: An option is unknown, or its value is not valid.
     """
     known = {*_OF_FSSPEC, *_OF_NEW_FILES, *_OURS}
     for name in sorted(storage_options.keys() - known):
@@ -163,9 +164,11 @@ class WebHdfsStorage(Storage):
 
     @property
     def capabilities(self) -> Capabilities:
-        """``durable`` is False: when a file is closed, its bytes are in the memory of every DataNode of
-        the pipeline, and on disk once their kernels write them (dfs.datanode.synconclose is off by
-        default). Names are on the NameNode's disk. So single nodes may lose power, not all of them.
+        """The capabilities of HDFS. ``durable`` is False.
+
+        When a file is closed, its bytes are in the memory of every DataNode of the pipeline, and on
+        disk once their kernels write them (dfs.datanode.synconclose is off by default). Names are
+        on the NameNode's disk. So a power cut of single nodes loses nothing, one of all nodes may.
         """
         return Capabilities(
             shape=Shape.OBJECT,
@@ -196,7 +199,7 @@ class WebHdfsStorage(Storage):
         try:
             self._files.rename(path, target, self.uri(key), "NONE")
         except AnswerLostError:
-            raise  # it may happen yet, as long as the source stays
+            raise  # it may still happen, as long as the source stays
         except BaseException:
             self._clean(staged)
             raise
@@ -261,7 +264,7 @@ class WebHdfsStorage(Storage):
                     failures.append(error)
 
         with Threads(self._concurrency, "ckptfs-webhdfs") as helpers:
-            # Where no thread can be started, this one does it all.
+            # If no thread can be started, this one does all of it.
             with contextlib.suppress(RuntimeError):
                 for _ in range(min(self._concurrency, len(keys)) - 1):
                     helpers.submit(work)
@@ -289,8 +292,10 @@ class WebHdfsStorage(Storage):
         self.uri(key)
 
     def sweep_uploads(self, older_than_s: float, keys: Collection[str] | None = None) -> int:
-        """Delete temporary files that nobody finished. Their age is by the NameNode's clock, which
-        dates a file when it is closed, also when its writer died.
+        """Delete temporary files that were never finished.
+
+        Their age is by the NameNode's clock, which dates a file when it is closed, even after its
+        writer died.
         """
         return sum(
             self._delete(self._path(key))
@@ -302,7 +307,10 @@ class WebHdfsStorage(Storage):
         return tuple(UnfinishedUpload(key, age_s) for key, age_s in self._partial_files())
 
     def space(self) -> Space | None:
-        """None: what is free depends on the quotas of all directories above, counted with all copies."""
+        """Return None: the free space depends on the quotas of all directories above.
+
+        Quotas count all copies of a block.
+        """
         return None
 
     def close(self) -> None:
@@ -327,7 +335,7 @@ class WebHdfsStorage(Storage):
             return []
 
     def _partial_files(self) -> Iterator[tuple[str, float]]:
-        """Keys and ages of temporary files below the root."""
+        """Yield keys and ages of temporary files below the root."""
         folders = [""]
         while folders:
             folder = folders.pop()
@@ -341,7 +349,7 @@ class WebHdfsStorage(Storage):
                     yield key, (now_ms - status.modified_ms) / 1000
 
     def _delete(self, path: str) -> bool:
-        """Returns: whether a file, or an empty directory, was deleted."""
+        """Delete a file or an empty directory. Returns whether there was one."""
         try:
             return self._files.retry(lambda: self._client.delete(path, recursive=False))
         except (NotFoundError, AlreadyExistsError):
@@ -350,7 +358,7 @@ class WebHdfsStorage(Storage):
     def _prune(self, keys: Sequence[str]) -> None:
         """Remove the directories of removed keys if these were their last keys.
 
-        Only for keys that were there: then their parents are directories, and no file is deleted.
+        Only for keys that existed: then their parents are directories, and no file is deleted.
         """
         done: set[str] = set()
         for key in keys:
@@ -364,7 +372,7 @@ class WebHdfsStorage(Storage):
                 parent = parent.rpartition("/")[0]
 
     def _clean(self, staged: str) -> None:
-        """The outcome of a create is known: none of its temporary files is needed."""
+        """Delete the temporary files of a create with a known outcome: none of them is needed."""
         for path in self._unanswered.pop(staged, []):
             self._files.delete(path)
 
@@ -373,17 +381,17 @@ class WebHdfsStorage(Storage):
 
 
 def _beside(path: str) -> str:
-    """The prefix of temporary files for ``path``."""
+    """Return the prefix of temporary files for ``path``."""
     return f"{path.rpartition('/')[0]}/{_PARTIAL}"
 
 
 class _TemporaryFiles:
-    """Files under names that no request had before, renamed to their keys when they are complete.
+    """Files under names that no request used before, renamed to their keys when they are complete.
 
-    Each try has a fresh name, because a delayed CREATE of an earlier try would truncate the very file
-    that is being renamed. It also makes the rename decisive. Nobody else moves that name, so the
-    rename can be repeated until it is answered; if the source is gone after an answer was lost, the
-    lost answer was a success.
+    Each try has a new name, because a delayed CREATE of an earlier try would truncate the very file
+    that is being renamed. It also makes the rename decisive: no other process moves that name, so
+    the rename can be repeated until it is answered. If the source is gone after an answer was lost,
+    the rename succeeded.
     """
 
     def __init__(self, client: WebHdfsClient, retrier: Retrier) -> None:
@@ -391,11 +399,14 @@ class _TemporaryFiles:
         self._retrier = retrier
 
     def retry(self, request: Callable[[], T]) -> T:
-        """Repeat a request, of which two are as good as one, until it is answered or time is over."""
+        """Repeat a request until it is answered or time is over.
+
+        Doing the request twice must be the same as doing it once.
+        """
         return self._retrier.run(request)
 
     def write(self, prefix: str, data: bytes) -> str:
-        """Returns: the path of a new closed file."""
+        """Write a new file and close it. Returns its path."""
         return self.retry(lambda: self._write(f"{prefix}{secrets.token_hex(8)}", data))
 
     def _write(self, path: str, data: bytes) -> str:
@@ -408,8 +419,9 @@ class _TemporaryFiles:
         return path
 
     def begin(self, prefix: str, tried: list[str]) -> StreamedPut:
-        """Begin a new file to be streamed. Every path that was tried is appended to ``tried``; the last
-        one is the file's.
+        """Begin a new file to be streamed.
+
+        Every path that was tried is appended to ``tried``; the last one is that of the file.
         """
 
         def begin() -> StreamedPut:
@@ -419,11 +431,14 @@ class _TemporaryFiles:
         return self._retrier.run(begin, after=NOT_DONE)
 
     def publish(self, path: str, target: str, uri: Uri) -> None:
-        """Rename ``path`` over the key ``target``. If that surely failed, ``path`` is deleted."""
+        """Rename ``path`` over the key ``target``.
+
+        If that certainly failed, ``path`` is deleted.
+        """
         try:
             self.rename(path, target, uri, "OVERWRITE")
         except AnswerLostError:
-            raise  # it may happen yet
+            raise  # it may still happen
         except BaseException:
             self.delete(path)
             raise
@@ -473,7 +488,8 @@ class _TemporaryFiles:
 
         Args:
             path: The file.
-            late: A request that broke off may make the file only now.
+            late: Try again for a while, because an interrupted request may make the file only
+                later.
         """
         for turn in range(_LATE_TRIES if late else 1):
             if turn:
@@ -539,7 +555,8 @@ class WebHdfsWriter(DataWriter):
         self._delete_tried()
 
     def _begun(self) -> StreamedPut:
-        # Only here can another DataNode be tried, under another name: what was sent is not kept.
+        # Only here can the request be repeated with another DataNode and name, because sent bytes
+        # are not kept.
         if self._put is None:
             self._put = self._files.begin(_beside(self._target), self._tried)
         return self._put
@@ -554,13 +571,16 @@ class WebHdfsWriter(DataWriter):
         self._send(memoryview(small))
 
     def _delete_tried(self) -> None:
-        """Delete what tries that broke off may have made."""
+        """Delete the files that interrupted tries may have made."""
         while self._tried:
             self._files.delete(self._tried.pop(), late=True)
 
 
 class WebHdfsReader(DataReader):
-    """Ranges of one inode: a file that is renamed over the key meanwhile is not read in its place."""
+    """Ranges of one inode.
+
+    If a file is renamed over the key, the old file is still the one that is read.
+    """
 
     def __init__(
         self, files: _TemporaryFiles, uri: Uri, path: str, status: FileStatus, concurrency: int

@@ -3,26 +3,26 @@
     login                     obstore
     key, SAS                  a credential provider that hands them over: nothing comes from variables
                               that only obstore knows
-    identity, principal       azure.identity, as the adlfs client asks it, called for each new token
-    nobody                    skip_signature
+    identity, principal       azure.identity, called for each new token, as adlfs does
+    anonymous                 skip_signature
 
     content settings, tier, metadata      attributes of every put and upload        tags      tags
 
-``unsupported_option`` names what obstore lacks: encryption scopes, and a checksum of its own. With these the data go
-through adlfs: ``AdlfsLibrary`` makes the requests for ``FsspecStorage``.
+``unsupported_option`` names what obstore lacks: encryption scopes, and a checksum of its own. With these options the
+data go through adlfs: ``AdlfsLibrary`` makes the requests for ``FsspecStorage``.
 
-A batch of deletes tells of one refusal, and not what became of the other keys. After one, each key is
-deleted by a request of its own.
+After a failed batch of deletes obstore reports one refusal, and not the result for the other keys. So each key is
+then deleted by a request of its own.
 
-Where Azure says no, its own words need reading before the common table:
+Some refusals of Azure are recognised by their own codes before the common table is used:
 
     SAS with a past ``se``            EXPIRED        Azure calls it "failed to authenticate"
     Date header far from our clock    CLOCK          likewise
-    UnauthorizedBlobOverwrite         CONDITION      a SAS that may create only, and a blob is there
-    SnapshotsPresent, leases, ...     an AccessError that says whose they are; never retried
-    DirectoryIsNotEmpty, ...          hierarchical namespace: a directory stands where a blob should
+    UnauthorizedBlobOverwrite         CONDITION      the SAS may only create, and the blob exists
+    SnapshotsPresent, leases, ...     an AccessError that says what to do; never retried
+    DirectoryIsNotEmpty, ...          hierarchical namespace: a directory is in the place of a blob
 
-No message holds a server's text about credentials: Azure quotes the string that it wanted signed.
+No message contains a server's text about credentials: Azure quotes the string that it wanted signed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ _NO_CREDENTIALS: Final = (
     "pass account_key, sas_token or connection_string, or log in (az login, a managed "
     "identity); anon=True is for public containers"
 )
-# What the common table does not know: mostly about what else may stand under a name on Azure.
+# Errors that the common table does not have: mostly about other things under the same name on
+# Azure.
 _AZURE_ERRORS: Final[Mapping[str, tuple[type[StorageError], str, str | None]]] = {
     **dict.fromkeys(
         ("SnapshotsPresent", "SnapshotOperationRateExceeded"),
@@ -197,7 +198,7 @@ def expired(context: RequestContext, sas: str) -> CkptfsError | None:
 
 
 def _seconds(text: str) -> float:
-    """An ISO time as Azure writes it in a SAS: a date, or with minutes, or with seconds."""
+    """Return the Unix time of an ISO time in a SAS: a date, or with minutes, or with seconds."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
@@ -224,16 +225,16 @@ _CODES: Final = {
     "legal hold": "BlobImmutableDueToPolicy",
     "container does not exist": "ContainerNotFound",
 }
-# What of the settings goes with a block, too.
+# The settings that are sent with a block, too.
 _OF_BLOCKS: Final = ("encryption_scope", "validate_content", "connection_timeout", "read_timeout")
 _EXISTS: Final = ("BlobAlreadyExists", "ConditionNotMet", "UnauthorizedBlobOverwrite")
-_DELETES: Final = 8  # under way at once
+_DELETES: Final = 8  # at the same time
 _BUNDLES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _LOOK_AGAIN: Final = timedelta(seconds=30)
 
 
 def unsupported_option(options: Mapping[str, Any]) -> str | None:
-    """Why obstore cannot do what these options ask for; None where it can."""
+    """Return why obstore cannot do what these options ask for, or None if it can."""
     if options.get("encryption_scope") is not None:
         return "it has no encryption_scope"
     if str(options.get("validate_content", "")).lower() in ("true", "1"):
@@ -245,7 +246,10 @@ def unsupported_option(options: Mapping[str, Any]) -> str | None:
 
 
 def open_client(uri: Uri, options: Mapping[str, Any], times: Times) -> ObstoreClient:
-    """The client of one container; no I/O. UriError names an option that is unknown or clashes."""
+    """Return the client of one container. No I/O.
+
+    UriError names an option that is unknown or clashes.
+    """
     account = resolve(uri, options, times)
     if isinstance(account.login, Default | Principal):
         need_identity(uri)
@@ -263,8 +267,10 @@ def open_client(uri: Uri, options: Mapping[str, Any], times: Times) -> ObstoreCl
 
 
 def open_library(uri: Uri, options: Mapping[str, Any], times: Times) -> BucketLibrary:
-    """adlfs, for what ``unsupported_option`` names. UriError: an option that is unknown or clashes, or cpk, with
-    which adlfs cannot read.
+    """Return adlfs, for the options that ``unsupported_option`` names.
+
+    Raises:
+        UriError: An option is unknown or clashes, or is cpk, with which adlfs cannot read.
     """
     account = resolve(uri, options, times)
     if account.encryption_key is not None:
@@ -321,7 +327,7 @@ class AdlfsLibrary(BucketLibrary):
         return None if found is None else str(found)
 
     def stage(self, fs: Any, path: str, block: str, data: bytes) -> None:
-        """Send one block, which nobody sees before the commit."""
+        """Send one block. It is not visible before the commit."""
         wanted = {n: v for n, v in self._settings().items() if n in _OF_BLOCKS}
         self.ask(fs, path, lambda blob: blob.stage_block(block, data, len(data), **wanted))
 
@@ -333,7 +339,7 @@ class AdlfsLibrary(BucketLibrary):
         self.ask(fs, path, lambda blob: blob.commit_block_list(named, **self._settings()))
 
     def ask(self, fs: Any, path: str, request: Callable[[Any], Coroutine[Any, Any, Any]]) -> None:
-        """One request on a blob. Errors become those that fsspec's filesystems raise."""
+        """Make one request on a blob. Errors become those that fsspec's filesystems raise."""
         from azure.core.exceptions import HttpResponseError
         from fsspec.asyn import sync
 
@@ -379,8 +385,10 @@ class AdlfsLibrary(BucketLibrary):
         return {name: value for name, value in found.items() if value} | times
 
     def _login(self) -> dict[str, Any]:
-        """Account and login, as adlfs takes them. A string for all that need no token: adlfs then
-        speaks to any endpoint, and looks for nothing in the environment.
+        """Return account and login as adlfs takes them.
+
+        Without a token it is a connection string: adlfs then accepts any endpoint, and searches the
+        environment for nothing.
         """
         account = self.account
         text = f"BlobEndpoint={account.endpoint};AccountName={account.name}"
@@ -404,8 +412,10 @@ class AdlfsLibrary(BucketLibrary):
 
 
 class _BlockStream:
-    """A blob on its way, block by block, as ``BucketLibrary.open_write`` has it. The names of the blocks
-    are its own, so that two uploads of one blob do not mix: the second to commit fails.
+    """A blob that is being uploaded block by block: the stream of ``BucketLibrary.open_write``.
+
+    The names of the blocks are its own, so that two uploads of one blob do not mix: the second to
+    commit fails.
     """
 
     def __init__(self, library: AdlfsLibrary, fs: Any, path: str, block_bytes: int) -> None:
@@ -418,7 +428,7 @@ class _BlockStream:
         self.closed = False
 
     def write(self, data: bytes) -> int:
-        """Take all of it; send it where a block is full."""
+        """Take all of the data; send it when a block is full."""
         self._rest += data
         while len(self._rest) >= self._block_bytes:
             self._send(bytes(self._rest[: self._block_bytes]))
@@ -426,7 +436,7 @@ class _BlockStream:
         return len(data)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining bytes."""
         if self._rest:
             self._send(bytes(self._rest))
         self._rest.clear()
@@ -437,17 +447,17 @@ class _BlockStream:
         self._commit(self._blocks)
 
     def discard(self) -> None:
-        """Nothing to do: the service drops blocks that nobody committed after a week."""
+        """Do nothing to the server: it drops uncommitted blocks after a week."""
         self._rest.clear()
 
     def _send(self, data: bytes) -> None:
-        block = f"{self._upload}-{len(self._blocks):06}"  # all of one length, as the service wants
+        block = f"{self._upload}-{len(self._blocks):06}"  # all of one length, as required
         self._stage(block, data)
         self._blocks.append(block)
 
 
 class _AzureObstore(ObstoreClient):
-    """One container; refusals are told as the adlfs client tells them."""
+    """One container. Refusals become the same errors as with the adlfs client."""
 
     def __init__(self, uri: Uri, account: Account, traits: StoreTraits) -> None:
         super().__init__(uri, _AzureStoreFactory(account), traits, account.endpoint, account.times)
@@ -459,12 +469,12 @@ class _AzureObstore(ObstoreClient):
         except (TransientError, AnswerLostError):
             raise
         except StorageError:
-            # obstore tells of one key only, an absent one too, and not what became of the others.
+            # obstore reports only one key, which may be an absent one, and nothing about the others.
             return self._delete_each(keys)
         return []
 
     def _delete_each(self, keys: Sequence[str]) -> list[Refused]:
-        # Not concurrent.futures' own pool: after the main thread has returned it takes no more work.
+        # Not concurrent.futures' own pool: it accepts no work after the main thread has returned.
         pool = Threads(min(_DELETES, len(keys)), "ckptfs-delete")
         try:
             found = [pool.submit(self._refusal, key) for key in keys]
@@ -488,7 +498,11 @@ class _AzureObstore(ObstoreClient):
         self._call(context, lambda: obstore.delete(self._store(), list(keys)))
 
     def _azure_error(self, context: RequestContext, text: str) -> CkptfsError | None:
-        """What Azure alone answers, and what obstore says of it: a part of a batch, a range behind the end."""
+        """Return the error for an answer that only Azure gives, or None.
+
+        This is the refusal of a part of a batch, or of a range behind the end, in the words of
+        obstore.
+        """
         if "StartTooLarge" in text:
             return reason_error(context, Reason.SHORT)
         found = _DELETE_FAILED.search(text)
@@ -519,7 +533,7 @@ class _AzureObstore(ObstoreClient):
         except AccessError as error:
             login = self._account.login
             failure = (isinstance(login, Sas) and expired(context, login.text)) or error
-        # Outside of the except block: an error that explains another is one sentence, not two.
+        # Outside of the except block, so that the error is not chained to another one.
         raise failure
 
 
@@ -541,7 +555,7 @@ class _AzureStoreFactory:
         return AzureStore(
             account.container,
             config={
-                # Each of them named, because what is left out comes from variables of the process.
+                # Each of them is given, because a missing one comes from variables of the process.
                 "account_name": account.name,
                 "endpoint": account.endpoint,
                 "use_emulator": False,
@@ -556,7 +570,7 @@ class _AzureStoreFactory:
 
 
 class _Provider:
-    """What obstore calls for a credential, and again when its time is over."""
+    """Called by obstore for a credential, and again when that one expires."""
 
     def __init__(self, login: Login) -> None:
         self._login = login
@@ -567,7 +581,7 @@ class _Provider:
             case SharedKey(_, key):
                 return {"access_key": key, "expires_at": None}
             case Sas(token):
-                # An object may be updated by whoever made it, so it is looked at again.
+                # The caller may update the object that it passed, so its text is read again later.
                 again = None if isinstance(token, str) else datetime.now(UTC) + _LOOK_AGAIN
                 return {"sas_token": self._login.text, "expires_at": again}
             case _:

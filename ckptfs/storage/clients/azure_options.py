@@ -1,4 +1,4 @@
-"""What the options of an Azure URI mean, the same for both clients: where, who, and what is sent.
+"""The options of an Azure URI, with the same meaning for both clients: endpoint, login, settings.
 
     options + environment + URI  -->  Account(endpoint, container, login, stored, key headers)
 
@@ -10,16 +10,16 @@
                                             identity, az login
     anon=True                               nothing is signed: public containers
 
-The names are adlfs's, and its environment variables AZURE_STORAGE_*; nothing here asks the network.
-What every object is stored with has the names of the Azure SDK: encryption_scope, cpk,
+The names are those of adlfs, with its environment variables AZURE_STORAGE_*. Nothing here uses the network.
+The settings of every stored object have the names of the Azure SDK: encryption_scope, cpk,
 standard_blob_tier, tags, metadata, content_settings. An unknown name is a UriError; so are two that
 contradict each other, above all two accounts.
 
-There are six logins. The order in which they win is adlfs's, and none of them shows its secret in a repr:
+There are six logins. They have the same precedence as in adlfs, and none of them shows its secret in a repr:
 
     SharedKey   the account's key            Token      an object with get_token (azure.identity)
     Sas         a shared access signature    Principal  an application and its secret
-    Default     whoever this machine is      Anonymous  nobody: public containers
+    Default     the login of this machine    Anonymous  no login: public containers
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Sas:
 
     @property
     def text(self) -> str:
-        """The query string as it is now, without its question mark."""
+        """The current query string, without its question mark."""
         return str(getattr(self.token, "signature", self.token)).lstrip("?")
 
 
@@ -115,21 +115,21 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """Whoever this machine or this person is: azure.identity's DefaultAzureCredential."""
+    """The login of this machine or person: azure.identity's DefaultAzureCredential."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Anonymous:
-    """Nobody: nothing is signed."""
+    """No login: nothing is signed."""
 
 
 Login = SharedKey | Sas | Token | Principal | Default | Anonymous
 
 
 def connected(uri: Uri, text: str) -> tuple[str, str, Login]:
-    """Endpoint, account and login of a connection string, whose text no error repeats."""
+    """Return endpoint, account and login of a connection string. No error repeats its text."""
     pairs = [pair.split("=", 1) for pair in text.strip().rstrip(";").split(";")]
     if any(len(pair) != 2 for pair in pairs):  # noqa: PLR2004 - a name and a value
         raise UriError("connection_string is not a list of name=value, joined by ';'", uri=uri)
@@ -153,7 +153,7 @@ def connected(uri: Uri, text: str) -> tuple[str, str, Login]:
 
 
 def login_of(uri: Uri, name: str, given: Mapping[str, Any], env: Mapping[str, str]) -> Login:
-    """Who asks, where no connection string says it. UriError: half a login."""
+    """Return the login if there is no connection string. UriError: the login is incomplete."""
 
     def of(option: str) -> Any:
         return given.get(option) or env.get(f"AZURE_STORAGE_{option.upper()}")
@@ -170,7 +170,7 @@ def login_of(uri: Uri, name: str, given: Mapping[str, Any], env: Mapping[str, st
             missing = "client_secret" if tenant else "tenant_id"
             raise UriError(f"client_id without {missing}", uri=uri, hint=f"give {missing} too")
         return Principal(str(tenant), str(client), str(secret))
-    # As adlfs reads it: whatever is not plainly a no is a yes.
+    # As adlfs reads it: everything that is not clearly false is true.
     anon = given.get("anon", env.get("AZURE_STORAGE_ANON", "false"))
     if str(anon).lower() not in ("false", "0", "f", ""):
         return Anonymous()
@@ -225,7 +225,7 @@ SCOPE: Final = "https://storage.azure.com/.default"
 
 
 def identity_of(login: Login) -> Any:
-    """An object whose ``get_token(SCOPE)`` answers in this thread."""
+    """Return an object with a ``get_token(SCOPE)`` that can be called in this thread."""
     if isinstance(login, Token):
         credential = login.credential
         asynchronous = inspect.iscoroutinefunction(credential.get_token)
@@ -242,7 +242,7 @@ def identity_of(login: Login) -> Any:
 
 
 def need_identity(uri: Uri) -> None:
-    """MissingDriverError where azure.identity is not installed: obstore alone does not bring it."""
+    """Raise MissingDriverError if azure.identity is missing. It does not come with obstore."""
     if find_spec("azure") is None or find_spec("azure.identity") is None:
         raise MissingDriverError(
             "azure-identity, which gives tokens for az://, is not installed",
@@ -252,7 +252,7 @@ def need_identity(uri: Uri) -> None:
 
 
 class AsyncToken:
-    """A credential object as adlfs takes it: asynchronous, whichever kind it is."""
+    """A credential object of either kind, in the asynchronous form that adlfs takes."""
 
     def __init__(self, credential: Any) -> None:
         self._credential = credential
@@ -263,11 +263,11 @@ class AsyncToken:
         return await asyncio.to_thread(self._credential.get_token, *scopes, **arguments)
 
     async def close(self) -> None:
-        """Nothing: the object is the caller's."""
+        """Do nothing: the object belongs to the caller."""
 
 
 class _Waiting:
-    """adlfs takes asynchronous credentials; those are asked on fsspec's loop."""
+    """An asynchronous credential, as adlfs takes it, used synchronously on fsspec's event loop."""
 
     def __init__(self, credential: Any) -> None:
         self._credential = credential
@@ -289,8 +289,8 @@ _STORED: Final = (
     "validate_content",
 )  # fmt: skip
 _TIMES: Final = ("connection_timeout", "read_timeout")
-# They tune adlfs's own caches and file objects, and a dictionary of options that serves pandas
-# may hold them: taken, without a meaning here (concurrency and part_size_bytes are ours).
+# Options for adlfs's own caches and file objects. They are accepted and ignored, because the same
+# dictionary of options may be used for pandas (concurrency and part_size_bytes are ours).
 _OF_ADLFS_ALONE: Final = (
     "blocksize", "max_concurrency", "default_fill_cache", "default_cache_type", "asynchronous",
     "loop", "request_session", "socket_timeout", "timeout", "assume_container_exists",
@@ -311,11 +311,11 @@ _HOST: Final = re.compile(r"([a-z0-9-]+)\.(?:dfs|blob)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """One container of one account, and how it is spoken to.
+    """One container of one account, with its login and its settings.
 
-    endpoint: scheme://host[/account], without a query. stored: headers of every request that stores
-    an object. key_headers: the customer's encryption key, for reading too. md5: send one with all
-    data; None: where the client can. times: connection_timeout and read_timeout, where given.
+    endpoint: scheme://host[/account], without a query. times: connection_timeout and read_timeout,
+    if given. stored: Headers of every request that stores an object. encryption_key: The customer's
+    key, for reading too. md5: Whether to send one with all data; None: if the client can.
     """
 
     endpoint: str
@@ -331,7 +331,7 @@ class Account:
     md5: bool | None = None
 
     def storing(self) -> dict[str, str]:
-        """The headers of every PUT of an object and every commit of one."""
+        """Return the headers of every PUT of an object and every commit of one."""
         found = dict(self.stored)
         found |= {_CONTENT[name]: value for name, value in self.content.items()}
         found |= {f"x-ms-meta-{name}": value for name, value in self.metadata.items()}
@@ -340,7 +340,7 @@ class Account:
         return found
 
     def key_headers(self) -> dict[str, str]:
-        """The customer-provided key: with every request that touches an object's bytes."""
+        """Return the headers of the customer's key, for requests that touch an object's bytes."""
         if self.encryption_key is None:
             return {}
         digest = hashlib.sha256(base64.b64decode(self.encryption_key)).digest()
@@ -357,7 +357,7 @@ def resolve(
     times: Times,
     environ: Mapping[str, str] | None = None,
 ) -> Account:
-    """The one reading of an Azure URI with its options. UriError names the option; no I/O."""
+    """Parse an Azure URI with its options. No I/O. UriError names the option that is wrong."""
     env = os.environ if environ is None else environ
     given = {name: value for name, value in options.items() if value is not None}
     _refuse_unknown(uri, given)
@@ -422,7 +422,10 @@ def _refuse_unknown(uri: Uri, given: Mapping[str, Any]) -> None:
 
 
 def _location(uri: Uri) -> tuple[str, str, str]:
-    """Container, account and blob host of az://container/... or abfss://container@host/..."""
+    """Return container, account and blob host of a URI.
+
+    It is az://container/... or abfss://container@host/...
+    """
     if not uri.userinfo:
         if _HOST.fullmatch(uri.authority):
             raise UriError(

@@ -129,7 +129,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class PendingUpload:
-    """An upload that nobody completed."""
+    """An upload that is not complete."""
 
     key: str
     upload_id: str
@@ -168,7 +168,8 @@ class Upload(ABC):
 
         Raises:
             AnswerLostError: It may be complete.
-            NotFoundError: An earlier try completed it, or somebody aborted it: the caller looks at the key.
+            NotFoundError: An earlier try completed it, or it was aborted: the caller looks at the
+                key.
         """
 
     @abstractmethod
@@ -266,15 +267,16 @@ class ObjectClient(ABC):
         """
 
     def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
-        """Yield the uploads below a prefix that nobody completed.
+        """Yield the incomplete uploads below a prefix.
 
         A client does not override this if its store drops such uploads by itself.
 
         Args:
-            prefix: What their keys begin with.
+            prefix: The beginning of their keys.
 
         Raises:
-            UnsupportedError: The server does not implement the request, or the library for it is missing.
+            UnsupportedError: The server does not implement the request, or the library for it is
+                missing.
         """
         del prefix
         return iter(())
@@ -288,7 +290,10 @@ class ObjectClient(ABC):
         return ()
 
     def bucket_rules(self) -> BucketRules | None:
-        """Return what the bucket does to objects by itself, for `doctor`. None: this client cannot find out."""
+        """Return what the bucket does to objects by itself, for `doctor`.
+
+        None: this client cannot find out.
+        """
         return None
 
     def close(self) -> None:
@@ -307,7 +312,7 @@ class BucketLibrary(ABC):
     @property
     @abstractmethod
     def dialect(self) -> Dialect:
-        """How errors speak of the store."""
+        """The names and hints that errors use for the store."""
 
     @property
     @abstractmethod
@@ -338,7 +343,10 @@ class BucketLibrary(ABC):
         """Return what ``IfMatch`` compares, from what ``fs.info`` returned."""
 
     def list_names(self, fs: Any, path: str) -> list[dict[str, Any]]:
-        """Return ``name`` and ``type`` of everything directly below a path. FileNotFoundError: there is nothing."""
+        """Return ``name`` and ``type`` of everything directly below a path.
+
+        FileNotFoundError: there is nothing.
+        """
         found: list[dict[str, Any]] = fs.ls(path, detail=True)
         return found
 
@@ -347,7 +355,7 @@ class BucketLibrary(ABC):
         fs.rm(list(paths))
 
     def list_uploads(self, fs: Any, bucket: str, prefix: str) -> Iterator[PendingUpload]:
-        """Yield the uploads below a prefix that nobody completed; none if the store drops them by itself."""
+        """Yield the incomplete uploads below a prefix; none if the store drops them by itself."""
         del fs, bucket, prefix
         return iter(())
 

@@ -1,9 +1,10 @@
-"""What a bucket does to objects by itself: versions, locks, expiry. Answers parsed; pure.
+"""The rules by which a bucket treats objects by itself: versions, locks, expiry. Pure.
 
     of_s3(...)    GetBucketVersioning, GetObjectLockConfiguration, GetBucketLifecycleConfiguration
     of_gcs(...)   the bucket's own description
 
-Each of the three may be refused by itself: an error stands in its place, not raised.
+These functions parse the answers. Each of the three requests may be refused separately: its result then is the
+error, which is not raised.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _DAY_S = 86400
 
 
 class Versioning(Enum):
-    """Whether what is overwritten or deleted stays as a version."""
+    """Whether an overwritten or deleted object stays as a version."""
 
     OFF = "off"
     ON = "on"
@@ -31,17 +32,17 @@ class Versioning(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """What is written cannot be deleted for so many days; None: only where a writer asks for it."""
+    """How many days a new object cannot be deleted. None: only if the writer asks for it."""
 
     days: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One lifecycle rule that is enabled. Days None: it does not do that.
+    """One enabled lifecycle rule. If a number of days is None, the rule does not do that.
 
-    prefix: of the keys it is for. is_narrow: it asks for tags, sizes, classes or versions too. moves_to:
-    a storage class that objects move to.
+    prefix: The prefix of the keys that it applies to. is_narrow: It also depends on tags, sizes,
+    classes or versions. moves_to: The storage class that objects move to.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class BucketRules:
-    """The answers of one bucket; an error in place of what could not be asked."""
+    """The rules of one bucket, with an error in place of an answer that was refused."""
 
     versioning: Versioning | CkptfsError
     lock: Lock | CkptfsError | None
@@ -63,7 +64,10 @@ class BucketRules:
 
 
 def of_s3(ask: Callable[[str], Mapping[str, Any]]) -> BucketRules:
-    """Three requests. ask: the answer to an operation on the bucket; NotFoundError: nothing is set."""
+    """Return the rules of an S3 bucket, by three requests.
+
+    ask: Returns the answer to an operation on the bucket. NotFoundError: nothing is set.
+    """
     return BucketRules(
         _asked(lambda: _s3_versioning(ask("GetBucketVersioning")), Versioning.OFF),
         _asked(lambda: _s3_lock(ask("GetObjectLockConfiguration")), None),
@@ -102,7 +106,7 @@ def _s3_rule(rule: Mapping[str, Any]) -> Rule:
     narrowed = rule.get("Filter", {})
     both = narrowed.get("And", narrowed)
     expires = rule.get("Expiration", {})
-    # A date that all objects expire at is as good as today: it takes new ones as well.
+    # A date at which all objects expire counts as today, because new objects expire too.
     days = 0 if "Date" in expires else expires.get("Days")
     moves = [move.get("StorageClass", "") for move in rule.get("Transitions", ())]
     return Rule(
@@ -123,7 +127,10 @@ def _days(told: Any) -> float | None:
 
 
 def of_gcs(ask: Callable[[], Mapping[str, Any]]) -> BucketRules:
-    """One request. ask: the bucket as the JSON API describes it."""
+    """Return the rules of a GCS bucket, by one request.
+
+    ask: Returns the bucket as the JSON API describes it.
+    """
     try:
         bucket = ask()
     except CkptfsError as error:

@@ -5,8 +5,8 @@
     az abfs abfss     obstore, else adlfs
 
 ``client="auto"`` takes obstore if it is installed and can express every option that was given, else
-the fsspec library. The log says once per bucket which library was chosen, and why. If a library that was
-named by the user is not installed, that is a MissingDriverError.
+the fsspec library. The log says once per bucket which library was chosen, and why. If the user named a
+library that is not installed, that is a MissingDriverError.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Libraries:
     usual: str  # the fsspec library
     extra: str  # how to install it
     module: str  # its client on obstore, and what ``FsspecStorage`` needs of the fsspec library
-    dialect: str  # the name there of how errors speak of it
+    dialect: str  # the name of its Dialect in that module
 
 
 _CLIENTS = "ckptfs.storage.clients"
@@ -111,13 +111,16 @@ def open_client(
 
 
 def open_library(uri: Uri, options: ObjectOptions, rest: Mapping[str, Any]) -> BucketLibrary:
-    """Return the fsspec library for ``uri``, for ``FsspecStorage``. No request is made. Errors as for ``open_client``."""
+    """Return the fsspec library for ``uri``, for ``FsspecStorage``.
+
+    No request is made. Errors as for ``open_client``.
+    """
     module = import_module(PROTOCOLS[uri.protocol].module)
     return cast("BucketLibrary", module.open_library(uri, rest, options.times))
 
 
 def dialect_of(protocol: str) -> Dialect:
-    """Return how errors speak of the store behind a protocol of fsspec, whichever library serves it."""
+    """Return the Dialect of the store behind a protocol of fsspec, whichever library serves it."""
     store = PROTOCOLS.get(protocol)
     if store is None:
         hint = "allow it, or give other credentials"
@@ -158,7 +161,7 @@ def _path(uri: Uri, libraries: _Libraries, client: str, rest: Mapping[str, Any])
 
 
 def _why_not(libraries: _Libraries, rest: Mapping[str, Any]) -> str | None:
-    """Why "auto" does not choose obstore."""
+    """Return why "auto" does not choose obstore, or None if it does."""
     if find_spec(FAST) is None:
         return "it is not installed"
     why: str | None = import_module(libraries.module).unsupported_option(rest)

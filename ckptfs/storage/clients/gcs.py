@@ -7,10 +7,10 @@
 
 Conditions and etags are generations: a generation only grows, and equal bytes have different ones.
 
-obstore has no header of its own for one request, so ``unsupported_option`` names what needs one: a KMS key, an
-ACL, a custom time. It also looks for credentials whenever it writes, so it cannot ask Google
-anonymously. obstore sends no crc32c: TLS protects the bytes on the way, and ckptfs verifies its own
-digests when it reads. Unfinished uploads and the rules of the bucket are asked for through gcsfs.
+obstore cannot add a header to a single request, so ``unsupported_option`` names the options that need one: a KMS
+key, an ACL, a custom time. It also looks for credentials whenever it writes, so it cannot write to Google
+anonymously. obstore sends no crc32c: TLS protects the bytes on the way, and ckptfs verifies its own digests when
+it reads. Unfinished uploads and the rules of the bucket are requested through gcsfs.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ _ATTRIBUTES: Final = {
 
 # -- credentials -------------------------------------------------------------------------
 
-# As google-auth has it: metadata servers hand out the same token until four minutes before its end.
+# As in google-auth: metadata servers return the same token until four minutes before its end.
 _AHEAD: Final = timedelta(minutes=3, seconds=45)
 _SCOPE: Final = "https://www.googleapis.com/auth/devstorage."
 _FOUND: Final = (None, "google_default")
 
 
 def is_raw(token: object) -> bool:
-    """Whether it is a token itself: no name, no path of a file."""
+    """Whether ``token`` is a token itself, and neither a name nor the path of a file."""
     return (
         isinstance(token, str)
         and token not in NAMED_TOKENS
@@ -116,9 +116,9 @@ def is_raw(token: object) -> bool:
 
 
 class Login:
-    """Tokens for one set of credentials, from what ``token`` may be; threads may share it.
+    """Tokens for one set of credentials, in any form that ``token`` may have. Threads may share it.
 
-    A call is what obstore makes when it needs a token, and again a while before that one ends. Picklable
+    obstore calls it when it needs a token, and again some time before that one expires. Picklable
     as long as the credentials are; one per process and client.
     """
 
@@ -141,7 +141,7 @@ class Login:
         self._reset()
 
     def __call__(self) -> dict[str, Any]:
-        """obstore's ``GCSCredential``: the token, and when to ask for the next one."""
+        """Return obstore's ``GCSCredential``: the token, and when to request the next one."""
         with self._lock:
             credentials = self._loaded_credentials()
             expiry = _aware(credentials.expiry)
@@ -153,11 +153,11 @@ class Login:
             return {"token": self._last_token, "expires_at": expiry - _AHEAD if expiry else None}
 
     def accepted(self) -> None:
-        """The last token was good: when it is refused one day, another is worth asking for."""
+        """Record that the last token was accepted: if it is refused later, a new one may help."""
         self._unproven_token = None
 
     def renew(self) -> bool:
-        """Whether another token may help after the last one was refused: asks for one, once."""
+        """Request a new token after the last one was refused, once. Returns whether it may help."""
         with self._lock:
             if (
                 is_raw(self._source)
@@ -208,8 +208,10 @@ def _credentials(given: Any, scope: str) -> Any:
 
 
 def usable(token: Any) -> Any:
-    """What gcsfs takes. A token itself becomes credentials here: gcsfs would ask Google about it,
-    which a private endpoint does not want and an offline host cannot. FileNotFoundError: no such file.
+    """Return ``token`` in a form that gcsfs takes.
+
+    A raw token becomes credentials here: gcsfs would verify it at Google, which a private endpoint
+    does not want and an offline host cannot do. FileNotFoundError: no such file.
     """
     if is_raw(token):
         from google.oauth2.credentials import Credentials
@@ -225,7 +227,7 @@ def usable(token: Any) -> Any:
 
 
 def refresh(credentials: Any) -> None:
-    """A new token, by google-auth's own request. Raises what it raises."""
+    """Request a new token with google-auth. Raises what google-auth raises."""
     import requests
     from google.auth.transport.requests import Request
 
@@ -234,7 +236,7 @@ def refresh(credentials: Any) -> None:
 
 
 def _aware(expiry: datetime | None) -> datetime | None:
-    """google-auth's times are UTC and do not say so."""
+    """Return google-auth's time as one with a timezone: it is UTC, but does not say so."""
     return expiry.replace(tzinfo=UTC) if expiry is not None and expiry.tzinfo is None else expiry
 
 
@@ -242,18 +244,22 @@ def _aware(expiry: datetime | None) -> datetime | None:
 
 
 def open_client(uri: Uri, options: Mapping[str, Any], times: Times) -> ObjectClient:
-    """The client of the URI's bucket. UriError: an option that gcsfs or GCS does not know."""
+    """Return the client of the URI's bucket. UriError: gcsfs or GCS does not know an option."""
     return GcsObstoreClient(uri, parse_gcs_options(uri, options), times)
 
 
 def open_library(uri: Uri, options: Mapping[str, Any], times: Times) -> BucketLibrary:
-    """gcsfs, for what ``unsupported_option`` names. UriError: an option that gcsfs or GCS does not know."""
+    """Return gcsfs, for the options that ``unsupported_option`` names.
+
+    UriError: gcsfs or GCS does not know an option.
+    """
     return GcsfsLibrary(parse_gcs_options(uri, options), times)
 
 
 def unsupported_option(options: Mapping[str, Any]) -> str | None:
-    """Why obstore cannot do what these options ask for, or None. Options that nobody knows are not
-    its business: ``open_client`` tells.
+    """Return why obstore cannot do what these options ask for, or None if it can.
+
+    Unknown options are no reason: ``open_client`` reports them.
     """
     try:
         parsed = parse_gcs_options(_ANYWHERE, options)
@@ -291,7 +297,7 @@ def _has(module: str) -> bool:
 
 
 def _needs_no_google_auth(token: object) -> bool:
-    """What obstore finds or takes without google-auth."""
+    """Whether obstore finds or takes this token without google-auth."""
     return token in (None, "google_default", "cloud", "anon") or is_raw(token)
 
 
@@ -331,7 +337,7 @@ class _GcsStoreFactory:
 
 
 def _nobody(endpoint: str) -> dict[str, Any]:
-    """A key file without a key: object_store's way to ask an emulator."""
+    """Return the options of a key file without a key: object_store's way to access an emulator."""
     names = ("private_key", "private_key_id", "client_email")
     return {"gcs_base_url": endpoint, "disable_oauth": True, **dict.fromkeys(names, "")}
 
@@ -391,8 +397,10 @@ class GcsfsLibrary(BucketLibrary):
         return GCS
 
     def filesystem(self) -> Any:
-        """As ``BucketLibrary``. Not gcsfs' newer class, which asks another service what kind of bucket
-        it has, and waits a minute where nobody answers.
+        """See ``BucketLibrary.filesystem``.
+
+        This is not gcsfs' newer class, which asks another service what kind of bucket it is, and
+        waits a minute if that service does not answer.
         """
         from aiohttp import ClientTimeout
         from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
@@ -530,7 +538,7 @@ class GcsObstoreClient(ObstoreClient):
     def _call_gcsfs(
         self, context: RequestContext, method: str, url: str, query: Mapping[str, str]
     ) -> tuple[Mapping[str, str], bytes]:
-        """Headers and body of the answer to a request that obstore does not know, through gcsfs."""
+        """Make a request that obstore does not have, through gcsfs. Returns headers and body."""
 
         def request() -> tuple[Mapping[str, str], bytes]:
             with self._lock:
@@ -561,7 +569,7 @@ class GcsObstoreClient(ObstoreClient):
             if self._login is None or not self._login.renew():
                 raise
             failure = error
-        self.close()  # a store that was made meanwhile keeps the token that was refused
+        self.close()  # a store that was made in between keeps the refused token
         raise TransientError(
             f"{context.action} failed: the token was refused, and is renewed now", uri=failure.uri
         )

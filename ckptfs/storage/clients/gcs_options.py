@@ -1,14 +1,14 @@
-"""What a user may say about GCS: gcsfs' vocabulary, checked here, the same for both libraries.
+"""The storage options of GCS: gcsfs' vocabulary, checked here, the same for both libraries.
 
     storage_options  (+ FSSPEC_GS_* and FSSPEC_GCS_* of the environment)
           |  unknown or contradictory: UriError, before any request
           v
     GcsOptions    endpoint, token, project, who pays, time limits
-                  settings   what every object is made with
-                  others     what gcsfs alone knows
+                  settings   the settings of every object
+                  others     options that only gcsfs knows
 
-No value of an option is ever in an error's text. Over plain http credentials are sent only if they were
-given: those found on the machine never travel in the clear.
+No value of an option is ever in an error's text. Over plain http credentials are sent only if the user gave
+them: those that are found on the machine are never sent unencrypted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptfs.uri import Uri
 
 __all__ = ["NAMED_TOKENS", "GcsOptions", "Settings", "parse_gcs_options"]
 
-# What ``token`` may be besides a key file, a dictionary, a Credentials object, or a token itself.
+# The forms of ``token`` besides a key file, a dictionary, a Credentials object, or a token itself.
 NAMED_TOKENS: Final = ("google_default", "cache", "cloud", "anon")
 
 _ACCESS: Final = ("read_only", "read_write", "full_control")
@@ -41,14 +41,16 @@ _ACLS: Final = (
     "authenticatedRead", "bucketOwnerFullControl", "bucketOwnerRead",
     "private", "projectPrivate", "publicRead",
 )  # fmt: skip
-# gcsfs' name: that of the JSON API. content_encoding is not among them: bytes are stored as they are.
+# gcsfs' names, which are those of the JSON API, without content_encoding: bytes are stored
+# unchanged.
 _FIXED: Final = {
     "cache_control": "cacheControl",
     "content_disposition": "contentDisposition",
     "content_language": "contentLanguage",
     "custom_time": "customTime",
 }
-# gcsfs' own streams, caches and buckets, which ckptfs does not use: they change no byte, no header.
+# gcsfs' own streams, caches and buckets, which ckptfs does not use: these options change no byte
+# and no header.
 _WITHOUT_EFFECT: Final = (
     "block_size", "consistency", "cache_timeout", "secure_serialize", "check_connection",
     "default_location", "version_aware", "use_listings_cache", "listings_expiry_time", "max_paths",
@@ -59,14 +61,14 @@ _META_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _PRINTABLE: Final = re.compile(r"[\x20-\x7e]*")
 _HOST: Final = re.compile(r"https?://[^/?#@\s]+/?")
 _GOOGLE: Final = "https://storage.{domain}"
-# Of an object that the public may read Google's front ends keep a copy for an hour if nobody says
-# otherwise, and would show a run's old log, lease or manifest.
+# By default Google's front ends keep a copy of a public object for an hour, and would show a run's
+# old log, lease or manifest.
 _NO_COPIES: Final = {"cache_control": "no-store"}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every object is made with; the fields have the names of the options."""
+    """The settings of every object. The fields have the names of the options."""
 
     content_type: str = "application/octet-stream"
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class Settings:
     predefined_acl: str | None = None
 
     def resource(self) -> dict[str, Any]:
-        """As members of the JSON API's object resource."""
+        """Return the settings as members of the JSON API's object resource."""
         found: dict[str, Any] = {"contentType": self.content_type}
         found |= {_FIXED[name]: value for name, value in self.fixed_key_metadata.items()}
         if self.metadata:
@@ -86,17 +88,18 @@ class Settings:
         return found
 
     def query(self) -> dict[str, str]:
-        """What the JSON API wants as parameters."""
+        """Return the settings that the JSON API takes as parameters."""
         pairs = (("kmsKeyName", self.kms_key_name), ("predefinedAcl", self.predefined_acl))
         return {name: value for name, value in pairs if value}
 
 
 @dataclass(frozen=True, slots=True)
 class GcsOptions:
-    """Checked options. May hold credentials: never shown, pickled with the storage.
+    """Checked options. They may hold credentials: never shown, pickled with the storage.
 
-    endpoint: scheme://host[:port]; is_custom: not Google's own. request_s: the longest that a whole
-    request may take, None: only its silence is bounded. others: what gcsfs alone knows.
+    endpoint: scheme://host[:port]. is_custom: It is not Google's own. request_s: The longest time
+    that a whole request may take; None: only its silence is limited. others: Options that only
+    gcsfs knows.
     """
 
     endpoint: str
@@ -119,7 +122,10 @@ class _Gs:
 
 
 def parse_gcs_options(uri: Uri, options: Mapping[str, Any]) -> GcsOptions:
-    """The options, with those of the environment below them. UriError names what is wrong."""
+    """Check the options; those of the environment have lower precedence.
+
+    UriError names what is wrong.
+    """
     if uri.userinfo:
         raise UriError("gs:// takes no credentials in the URI", uri=uri, hint="pass token=")
     given = apply_config(_Gs, dict(options))
@@ -147,7 +153,10 @@ def parse_gcs_options(uri: Uri, options: Mapping[str, Any]) -> GcsOptions:
 
 
 def _others(uri: Uri, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that only gcsfs knows. UriError: it does not know one either, or is not installed."""
+    """Return the options that only gcsfs knows.
+
+    UriError: gcsfs does not know one either, or is not installed.
+    """
     unknown = sorted(set(given) - set(_PARSERS) - set(_WITHOUT_EFFECT))
     if not unknown:
         return {}
@@ -238,7 +247,7 @@ def _metadata(uri: Uri, name: str, value: object) -> dict[str, str]:
     found = _table(uri, name, value)
     for key, text in found.items():
         if not _META_NAME.fullmatch(key):
-            # Headers carry them too, and have no upper case.
+            # They are also sent as headers, which have no upper case.
             raise _wrong(uri, name, "keys of lower-case letters, digits, '-', '_' and '.'")
         if not isinstance(text, str) or not _PRINTABLE.fullmatch(text):
             raise _wrong(uri, name, "values of printable ASCII text")

@@ -1,4 +1,4 @@
-"""From what an object store answered, or did not answer, to a typed error: one table for all stores and libraries.
+"""Typed errors from the answers of object stores: one table for all stores and libraries.
 
     context = RequestContext(S3, "put", uri, endpoint, changes=True, conditional=True)
 
@@ -18,14 +18,14 @@ Where no complete answer came, the exception and its causes say whether anything
     could not connect     NO_HOST REFUSED UNREACHABLE PROXY CERTIFICATE NOT_TLS     nothing was sent
     was sent              SILENT (no bytes for too long)   BROKEN (reset, closed, cut short)
 
-s3fs, gcsfs and adlfs make other exceptions of an answer: FileNotFoundError, PermissionError, an OSError with an errno
-or with nothing but words. ``response_of`` finds the answer again, in the exception or in what caused it.
+s3fs, gcsfs and adlfs turn an answer into other exceptions: FileNotFoundError, PermissionError, an OSError with an
+errno or with only a text. ``response_of`` finds the answer again, in the exception or in its causes.
 
 A client describes its store once (``Dialect``: what a bucket is called there, which permission each
 action needs, how credentials are given) and calls one of these functions. It raises the result
-*outside* of its ``except`` block, so that no exception of a library, whose text may hold a signed
-URL, hangs on ours. A server's own words are repeated only where they add something, and cleaned:
-never for refused credentials, because such answers quote the signature.
+*outside* of its ``except`` block, so that it is not chained to the library's exception, which may
+contain a signed URL. A server's own words are repeated only if they add something, and cleaned. They
+are never repeated for refused credentials, because such answers quote the signature.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ __all__ = [
 
 
 class Reason(Enum):
-    """Why a request failed, in the words of what the user or the caller does about it."""
+    """Why a request failed, by what the user or the caller has to do about it."""
 
     NO_BUCKET = auto()
     NO_KEY = auto()
     NO_UPLOAD = auto()
-    CONDITION = auto()  # of a change: what stands there is not what was asked for
+    CONDITION = auto()  # of a change: the existing object does not meet the condition
     CHANGED = auto()  # of a read: the object is another one now
-    CONFLICT = auto()  # two at once: ask again
+    CONFLICT = auto()  # two requests at the same time: repeat it
     WRONG_REGION = auto()
     NO_CREDENTIALS = auto()
     WRONG_CREDENTIALS = auto()
@@ -92,7 +92,7 @@ class Reason(Enum):
     LOCKED = auto()  # retention, legal hold, immutability policy
     ARCHIVED = auto()  # a storage class that must be restored first
     NO_SPACE = auto()
-    SHORT = auto()  # the range lies behind the end
+    SHORT = auto()  # the range is behind the end
     THROTTLED = auto()
     SLOW_BODY = auto()  # the server waited for the body in vain: nothing was stored
     DAMAGED = auto()  # the checksum that the server computed differs
@@ -100,7 +100,7 @@ class Reason(Enum):
     UNSUPPORTED = auto()
     INVALID = auto()
     BAD_REQUEST = auto()  # found before sending: a name or a value that the store cannot have
-    # No whole answer:
+    # No complete answer:
     NO_HOST = auto()
     REFUSED = auto()
     UNREACHABLE = auto()
@@ -247,8 +247,8 @@ STATUSES: Final[dict[int, Reason]] = {
 
 # -- why no whole answer came ------------------------------------------------------------
 
-# Class names, because each library has its own classes for the same thing and none may be imported
-# here. What comes first in this list wins over what comes later.
+# Class names, because each library has its own classes for the same error and none may be imported
+# here. Earlier entries of this list win over later ones.
 _BEFORE_SENDING: Final = (
     ("Proxy", Reason.PROXY),
     ("ClientConnectorDNSError", Reason.NO_HOST),
@@ -264,7 +264,7 @@ _NOT_THE_SAME_PROTOCOL: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE",
 
 
 def connection_reason(error: BaseException) -> Reason:
-    """The reason that no whole answer came, from an exception of any library and its causes."""
+    """Return why no complete answer came, from an exception of any library and its causes."""
     chain = list(_chain(error))
     for link in chain:
         if isinstance(link, ssl.SSLCertVerificationError):
@@ -284,8 +284,8 @@ def connection_reason(error: BaseException) -> Reason:
         if isinstance(link, ConnectionRefusedError) or _errno(link) == errno.ECONNREFUSED:
             return Reason.REFUSED
     for word, reason in _BEFORE_SENDING:
-        # EndpointConnectionError is also what botocore calls a reset in the middle (aiohttp's
-        # ClientOSError): then it was sent.
+        # botocore uses EndpointConnectionError for a reset in the middle too (aiohttp's
+        # ClientOSError): then the request was sent.
         if any(word in type(link).__name__ for link in chain) and not _was_sent(chain):
             return reason
     if any("Timeout" in type(link).__name__ for link in chain):
@@ -303,7 +303,7 @@ def _was_sent(chain: list[BaseException]) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and all that caused it, also where libraries keep it in an attribute."""
+    """Yield the exception and all its causes, also those that libraries keep in an attribute."""
     waiting, seen = [error], set[int]()
     while waiting:
         link = waiting.pop(0)
@@ -333,14 +333,14 @@ _MESSAGE_CHARS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one store is spoken of."""
+    """The names and hints that errors use for one store."""
 
     name: str  # "S3"
     bucket: str = "bucket"  # what it calls a bucket
     permissions: Mapping[str, str] = field(default_factory=dict)  # what each action needs
-    # What to do next, by reason, where that differs from the general advice.
+    # The next thing to do, by reason, if it differs from the general advice.
     hints: Mapping[Reason, str] = field(default_factory=dict)
-    # Codes of this store alone, with type, sentence and hint.
+    # Codes that only this store has, with type, sentence and hint.
     errors: Mapping[str, tuple[type[CkptfsError], str, str | None]] = field(default_factory=dict)
 
 
@@ -354,21 +354,21 @@ class RequestContext:
     endpoint: str  # scheme://host[:port], no credentials
     changes: bool = False  # it may have happened although no answer came
     conditional: bool = False  # it carried a condition
-    bucket: str = ""  # where the URI's authority is not its name
+    bucket: str = ""  # its name, if that is not the URI's authority
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """An error as the server answered it."""
+    """An error that the server answered."""
 
     status: int
     code: str = ""  # the server's own
     message: str = ""
-    region: str = ""  # the right one, where the server named it
+    region: str = ""  # the right region, if the server named it
 
 
 def response_error(context: RequestContext, response: ErrorResponse) -> CkptfsError:
-    """Return the error for an answer that is one. It is not raised yet."""
+    """Return the error for an error response. It is not raised yet."""
     if (special := context.dialect.errors.get(response.code)) is not None:
         kind, sentence, hint = special
         return kind(f"{context.action} failed: {sentence}", uri=context.uri, hint=hint)
@@ -386,7 +386,7 @@ def reason_error(context: RequestContext, reason: Reason, cause: str = "") -> Ck
 
 
 def reason_of(context: RequestContext, response: ErrorResponse) -> Reason:
-    """Return what an answer means: by its code, else by its status."""
+    """Return the reason that an answer means: by its code, else by its status."""
     if response.code == _OVERWRITE_REFUSED and context.conditional:
         return Reason.CONDITION
     reason = CODES.get(response.code) or STATUSES.get(response.status)
@@ -411,7 +411,7 @@ def origin_of(endpoint: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Foreign text for a message: one line, not long, without anything that looks like a secret."""
+    """Return foreign text for a message: one line, not long, and without anything like a secret."""
     text = mask_credentials(" ".join(text.split()))
     for secret in _SECRETS:
         text = secret.sub(r"\1***", text)
@@ -545,7 +545,7 @@ _VERBS: Final = {
     **dict.fromkeys(("delete", "abort upload"), "delete"),
 }
 
-# A change that met one of these may have happened.
+# After one of these, a change may have happened.
 _IN_DOUBT: Final = frozenset((Reason.SERVER, Reason.SILENT, Reason.BROKEN))
 
 _SECRETS: Final = tuple(
@@ -562,13 +562,13 @@ _SECRETS: Final = tuple(
 
 
 def _speaks_of_a_lock(message: str) -> bool:
-    # S3 answers AccessDenied for a locked version as for a missing permission: only its text tells.
+    # S3 answers AccessDenied for a locked version as for a missing permission: only the text differs.
     return any(word in message.lower() for word in ("object lock", "worm", "legal hold"))
 
 
 def _wants_content_md5(response: ErrorResponse) -> bool:
-    # OpenStack Swift takes no other checksum of a batch of deletes: InvalidRequest, "Missing required
-    # header for this request: Content-MD5".
+    # OpenStack Swift accepts no other checksum of a batch of deletes: InvalidRequest, "Missing
+    # required header for this request: Content-MD5".
     return response.code == "MissingContentMD5" or "Content-MD5" in response.message
 
 
@@ -607,11 +607,11 @@ _S3FS_ERRNOS: Final = {errno.EREMOTEIO: Reason.SERVER, errno.EBUSY: Reason.THROT
 
 
 def library_error(context: RequestContext, error: Exception) -> CkptfsError | None:
-    """Return the error for whatever s3fs, gcsfs, adlfs or a library below them raised.
+    """Return the error for an exception of s3fs, gcsfs, adlfs or a library below them.
 
     Returns:
-        The error of the table, not raised yet. None: the exception is no answer of a server and no failed
-        connection, so that its own type and text say more.
+        The error of the table, not raised yet. None: the exception is no answer of a server and no
+            failed connection, so its own type and text say more.
     """
     if isinstance(error, FileExistsError):
         return reason_error(context, Reason.CONDITION if context.changes else Reason.CHANGED)
@@ -640,13 +640,13 @@ def library_error(context: RequestContext, error: Exception) -> CkptfsError | No
 
 
 def response_of(error: BaseException) -> ErrorResponse | None:
-    """Return the server's answer that an exception, or one that caused it, carries. None: it carries none."""
+    """Return the server's answer in an exception or in its causes, or None if there is none."""
     link: BaseException | None = error
     while link is not None:
         found = _botocore_response(link) or _gcsfs_response(link) or _status_response(link)
         if found is not None:
             return found
-        # adlfs does not say "from".
+        # adlfs does not chain its exceptions with "from".
         is_missing = isinstance(link, FileNotFoundError)
         link = link.__cause__ or (link.__context__ if is_missing else None)
     return None
@@ -669,7 +669,7 @@ def _botocore_response(error: BaseException) -> ErrorResponse | None:
 def _gcsfs_response(error: BaseException) -> ErrorResponse | None:
     text = str(error)
     if type(error) is OSError and error.errno is None and text.startswith(_GCSFS_FORBIDDEN):
-        # It keeps no status and no reason of a 403: the message is behind the path.
+        # It has no status, and no reason for a 403: the message follows the path.
         message = text.partition("\n")[2]
         return ErrorResponse(403, "", message)
     if type(error).__name__ == "ProxyError" and not error.args:
@@ -686,7 +686,7 @@ def _gcsfs_response(error: BaseException) -> ErrorResponse | None:
 
 
 def _status_response(error: BaseException) -> ErrorResponse | None:
-    """azure.core's and aiohttp's exceptions have it as an attribute."""
+    """Return the answer that azure.core's and aiohttp's exceptions have as attributes."""
     status = getattr(error, "status_code", None) or getattr(error, "status", None)
     if not isinstance(status, int) or isinstance(error, OSError):
         return None

@@ -1,23 +1,23 @@
 """Any store behind obstore (Rust's object_store): one client for S3, GCS and Azure.
 
-    ObstoreClient = MakeStore (how obstore's store is configured)  +  Flavour (what differs)
+    ObstoreClient = StoreFactory (configures obstore's store)  +  StoreTraits (what differs)
 
     get put head list delete    one request each, retries off
     get_range                   one GET, copied into the buffer piece by piece
     begin_upload                obstore's own multipart upload, see ``multipart.StreamUpload``
 
-What obstore does not have comes from elsewhere or not at all: it lists and aborts no foreign
-uploads, so ``list_uploads`` is a subclass's business.
+obstore cannot list or abort the uploads of other processes, so subclasses implement ``list_uploads`` through
+another library, or not at all.
 
-obstore's threads do not survive a fork, and a call in the child would wait for ever: it is refused
+obstore's threads do not survive a fork, and a call in the child would never return: it is refused
 with an error that says so. Processes that are spawned are fine.
 
-obstore's classes of errors tell a missing object from a refused one and little more, and its exceptions carry no
-fields: status, code and kind of failure stand in the text, so the text is read here, and only here.
+obstore's error classes distinguish a missing object from a refused one and little more, and its exceptions have no
+fields: status, code and kind of failure are only in the text. So the text is parsed here, and only here.
 
     ... status code: 403 Forbidden: <Error><Code>AccessDenied</Code> ...   the server answered
     ... HttpError { kind: Connect | Timeout | Interrupted | ... }          it did not
-    FileNotFoundError AlreadyExistsError PreconditionError ...             neither is told: the class
+    FileNotFoundError AlreadyExistsError PreconditionError ...             text without either: the class decides
 
 The text quotes the whole answer, signatures included: it is never repeated.
 """
@@ -92,16 +92,19 @@ __all__ = [
     "translate_error",
 ]
 
-_SLOW_BYTES: Final = 8 << 20  # as much as moves in request_s on the slowest line that is waited for
+_SLOW_BYTES: Final = 8 << 20  # as much as the slowest supported line sends in request_s
 
 
 def timeout_factor(size_bytes: int) -> int:
-    """How many times ``request_s`` so large a body may take: a power of two, so that few stores do."""
+    """Return how many times ``request_s`` a body of this size may take.
+
+    It is a power of two, so that few stores are needed.
+    """
     return 1 << (size_bytes // _SLOW_BYTES).bit_length()
 
 
 def timeouts(times: Times, stretch: int, *, sends: bool) -> dict[str, Any]:
-    """obstore's client options. sends: the large body is the request's."""
+    """Return obstore's client options for timeouts. sends: The request has the large body."""
     quiet_s = times.request_s * (stretch if sends else 1)
     return {
         "connect_timeout": f"{max(1, round(times.connect_s * 1000))}ms",
@@ -114,7 +117,7 @@ def timeouts(times: Times, stretch: int, *, sends: bool) -> dict[str, Any]:
 
 
 def retry_config(times: Times, *, retries: bool) -> dict[str, Any]:
-    """obstore's retry configuration: none, or its own inside a multipart upload."""
+    """Return obstore's retry configuration: no retries, or its own inside a multipart upload."""
     if not retries:
         return {"max_retries": 0}
     return {
@@ -129,7 +132,7 @@ def retry_config(times: Times, *, retries: bool) -> dict[str, Any]:
 
 
 class _Runtime:
-    """The process in which obstore's threads run: the one that first used it here."""
+    """The process in which obstore's threads run: the first one that used it."""
 
     pid: int | None = None
 
@@ -140,8 +143,11 @@ def is_forked() -> bool:
 
 
 def forbid_forked() -> None:
-    """UnsupportedError in a child of a process that used obstore: a call there would never return."""
-    # obstore keeps its threads in a global of its own; this is our copy of that fact.
+    """Raise UnsupportedError in a child of a process that used obstore.
+
+    A call there would never return.
+    """
+    # obstore keeps its threads in a global of its own; this is our record of their process.
     if _Runtime.pid is None:
         _Runtime.pid = os.getpid()
     if _Runtime.pid != os.getpid():
@@ -170,7 +176,7 @@ _CLASSES: Final = {
     "UnauthenticatedError": 401,
     "NotSupportedError": 501,
 }
-# What an unanswered request says of itself, the first that is found.
+# How the text describes an unanswered request; the first match counts.
 _CONNECTION_FAILURES: Final = (
     ("UnknownIssuer", Reason.CERTIFICATE),
     ("invalid peer certificate", Reason.CERTIFICATE),
@@ -188,7 +194,7 @@ _METADATA: Final = ("http://169.254.", "http://[fd00:ec2")
 
 
 def translate_error(context: RequestContext, error: BaseException) -> CkptfsError:
-    """The typed error for whatever obstore raised. Not raised yet."""
+    """Return the typed error for an exception of obstore. It is not raised yet."""
     name, text = type(error).__name__, str(error)
     if isinstance(error, ImportError):
         return MissingDriverError(
@@ -197,13 +203,14 @@ def translate_error(context: RequestContext, error: BaseException) -> CkptfsErro
             hint="pip install 'ckptfs[fast]'",
         )
     if any(address in text for address in _METADATA):
-        # The answer, or the silence, is the metadata service's: there are no other credentials.
+        # The answer, or the missing answer, is that of the metadata service: there are no other
+        # credentials.
         return reason_error(context, Reason.NO_CREDENTIALS)
     if "External" in text and "credential provider" in text:
         cause = _provider_message(text)
         if not cause.startswith("TransportError"):
             return reason_error(context, Reason.NO_CREDENTIALS, cause)
-        # google-auth's word for no answer. Nothing was asked of the store yet.
+        # google-auth's text for a missing answer. No request was sent to the store yet.
         return TransientError(
             f"{context.action} failed: the server that issues Google's tokens gave no answer",
             uri=context.uri,
@@ -231,7 +238,7 @@ def translate_error(context: RequestContext, error: BaseException) -> CkptfsErro
 
 
 def response_in(text: str) -> ErrorResponse | None:
-    """The server's answer in the text of an exception of obstore; None: it tells of none."""
+    """Return the server's answer in the text of an exception of obstore, or None if it has none."""
     found = _STATUS.search(text)
     return None if found is None else _parse_response(int(found[1] or found[2]), text)
 
@@ -241,7 +248,7 @@ def _parse_response(status: int, text: str) -> ErrorResponse:
     message, region = _MESSAGE.search(text), _REGION.search(text)
     name = code[1] if code else ""
     if _ANONYMOUS_CALLER in text:
-        name = "required"  # GCS answers as to somebody who lacks a permission
+        name = "required"  # GCS answers as if a permission was missing
     return ErrorResponse(
         status,
         name,
@@ -252,7 +259,7 @@ def _parse_response(status: int, text: str) -> ErrorResponse:
 
 def _connection_reason(kind: str, text: str) -> Reason:
     if kind == "Timeout":
-        # Also of a connection that did not come about; then nothing was sent.
+        # Also for a connection that was not established; then nothing was sent.
         return (
             Reason.UNREACHABLE if "Connect" in text.partition("kind: Timeout")[2] else Reason.SILENT
         )
@@ -264,7 +271,7 @@ def _connection_reason(kind: str, text: str) -> Reason:
 
 
 def _provider_message(text: str) -> str:
-    """What the credential provider raised: its class and words, cleaned."""
+    """Return class and text of an exception of the credential provider, cleaned."""
     found = re.search(r"credential provider: ([^\n]+)", text)
     return clean(found[1]) if found else ""
 
@@ -275,8 +282,8 @@ T = TypeVar("T")
 log = logging.getLogger("ckptfs.storage")
 
 _PIECE_BYTES: Final = 1 << 20
-_AT_ONCE: Final = 16  # parts of one upload; a part that failed is noticed so many parts later
-_LIMITS: Final = Limits(equal_parts=True)  # obstore cuts what it is given into equal parts
+_AT_ONCE: Final = 16  # parts of one upload; a failed part is noticed up to this many parts later
+_LIMITS: Final = Limits(equal_parts=True)  # obstore cuts its input into equal parts
 _BOTH: Final = Conditions(if_absent=True, if_match=True)
 
 
@@ -284,27 +291,34 @@ class StoreFactory(Protocol):
     """Makes obstore's store of one bucket. Picklable: a frozen dataclass with ``__call__``."""
 
     def __call__(self, client_options: dict[str, Any], retry_config: dict[str, Any]) -> Any:
-        """The store. Both arguments go to its constructor; add your own client options to them."""
+        """Make the store.
+
+        Both arguments go to its constructor; add your own client options to them.
+        """
 
 
 def etag_of(meta: Mapping[str, Any]) -> str | None:
-    """What identifies an object's bytes, from obstore's description of it."""
+    """Return the etag of an object from obstore's description of it."""
     found = meta.get("e_tag")
     return str(found) if found else None
 
 
 def unquoted(etag: str) -> Mapping[str, str]:
-    """obstore's mode for "only if it is still this one". radosgw 16.2 refuses the quoted etag."""
+    """Return obstore's mode for a conditional update by etag.
+
+    The etag is unquoted because radosgw 16.2 refuses it with quotes.
+    """
     return {"e_tag": etag.strip('"')}
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTraits:
-    """What differs between stores. attributes and tags go with every object; functions must pickle.
+    """What differs between stores. Functions must be picklable.
 
-    etag: from obstore's meta or put result; update: its mode for ``IfMatch``; pins_reads: that etag is
-    what obstore compares on a read, else it is compared when the answer comes. singles: a store that
-    deletes without batches, where a server may not know them.
+    attributes, tags: Sent with every object. etag: Returns it from obstore's meta or put result.
+    update: Returns obstore's mode for ``IfMatch``. pins_reads: obstore compares that etag on a
+    read; otherwise it is compared when the answer comes. single_deletes: A store that deletes
+    without batches, for servers that do not have them.
     """
 
     dialect: Dialect
@@ -319,7 +333,7 @@ class StoreTraits:
 
 
 class ObstoreClient(ObjectClient):
-    """One bucket through obstore. ``endpoint``: as errors shall name it, without credentials."""
+    """One bucket through obstore. ``endpoint``: as in errors, without credentials."""
 
     copies_parts = False
     gathers = True
@@ -336,7 +350,7 @@ class ObstoreClient(ObjectClient):
         self._times = times
         self._lock = ProcessLock()
         self._stores: dict[tuple[int, bool, bool], Any] = {}
-        # Set when the server has shown that it does not have them.
+        # Set when the server has shown that it does not have batches.
         self._no_ranges = False
         self._no_batches = False
 
@@ -366,7 +380,7 @@ class ObstoreClient(ObjectClient):
         except (NotFoundError, TransientError, AnswerLostError):
             raise
         except StorageError:
-            # A HEAD has no body, so it cannot tell an expired token from a missing permission.
+            # A HEAD has no body, so an expired token looks the same as a missing permission.
             with suppress(IntegrityError):
                 wanted = {"range": (0, 1)}
                 self._call(context, lambda: _obstore().get(self._store(), key, options=wanted))
@@ -419,9 +433,11 @@ class ObstoreClient(ObjectClient):
     def _get_part(
         self, key: str, offset: int, view: memoryview, etag: str | None, *, from_start: bool
     ) -> int | None:
-        """Fill ``view`` from ``offset``. Returns: how much was filled; None: the server sent another range.
+        """Fill ``view`` from ``offset``. Returns how many bytes were filled.
 
-        whole: no range is sent, and what lies before ``offset`` is received and dropped.
+        It returns None if the server sent another range.
+
+        from_start: No range is sent, and the bytes before ``offset`` are received and dropped.
         """
         context = self._context("get", key)
         end = offset + len(view)
@@ -456,7 +472,10 @@ class ObstoreClient(ObjectClient):
         return self._call(context, request)
 
     def _learn_no_ranges(self) -> None:
-        """rclone serve s3 answers a range with 200, which obstore takes for the whole object."""
+        """Record that the server answers a range with 200, as rclone serve s3 does.
+
+        obstore takes that for the whole object.
+        """
         self._no_ranges = True
         _warn_once(
             self.endpoint,
@@ -468,7 +487,7 @@ class ObstoreClient(ObjectClient):
 
     def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[Listed]:
         context = self._context("list", prefix)
-        # obstore lists below whole components; what only begins alike is left out here.
+        # obstore lists below whole components; names that only begin alike are left out here.
         folder = prefix[: prefix.rfind("/") + 1]
         if delimiter:
             found = self._call(
@@ -498,7 +517,7 @@ class ObstoreClient(ObjectClient):
                 len(keys) == 1 and isinstance(error, AccessError)
             ):
                 raise
-            # Some of them, perhaps; obstore tells the first only. Or the store knows no batches.
+            # Perhaps some were refused; obstore reports only the first. Or the store has no batches.
             if isinstance(error, UnsupportedError):
                 self._no_batches = True
                 _warn_once(
@@ -552,17 +571,20 @@ class ObstoreClient(ObjectClient):
             self._stores.clear()
 
     def forget_credentials(self) -> None:
-        """They were refused: whoever asks again shall do so with those of then."""
+        """Forget credentials that were refused, so that the next request asks for new ones."""
         self.close()
 
     def library_store(self, part_bytes: int) -> Any:
-        """obstore's own store of this bucket, configured as ours: what benchmarks hold us against."""
+        """Return obstore's own store of this bucket, configured as ours, for benchmarks."""
         return self._store(part_bytes, sends=True, retries=True)
 
     # -- one request -------------------------------------------------------------------
 
     def _store(self, size_bytes: int = 0, *, sends: bool = False, retries: bool = False) -> Any:
-        """The store for a request with so large a body: obstore's deadlines begin with the request."""
+        """Return the store for a request with a body of this size.
+
+        obstore's deadlines begin with the request, so a larger body needs another store.
+        """
         forbid_forked()
         stretch = timeout_factor(size_bytes)
         kind = (stretch, sends and stretch > 1, retries)  # a small body has no deadline of its own
@@ -581,7 +603,7 @@ class ObstoreClient(ObjectClient):
         return {"attributes": attributes or None, "tags": tags or None}
 
     def _call(self, context: RequestContext, request: Callable[[], T]) -> T:
-        """The answer, or a typed error that no exception of the library hangs on."""
+        """Make a request. Its error is typed, and not chained to an exception of the library."""
         failure: Exception
         try:
             return request()
@@ -595,7 +617,7 @@ class ObstoreClient(ObjectClient):
         raise failure
 
     def _call_library(self, context: RequestContext, request: Callable[[], T]) -> T:
-        """As ``_call``, of a request that obstore does not have and that goes through the fsspec library."""
+        """Make a request that obstore does not have, through the fsspec library; see ``_call``."""
         failure: Exception
         try:
             return request()
@@ -618,7 +640,7 @@ class ObstoreClient(ObjectClient):
 
 
 def _obstore() -> Any:
-    """The library, untyped: its stubs are stricter than what it takes."""
+    """Return the library, untyped: its stubs are stricter than what it accepts."""
     import obstore
 
     return obstore
@@ -626,12 +648,12 @@ def _obstore() -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _warn_once(endpoint: str, what: str) -> None:
-    """A process has a client for each run, copy and reader, and one endpoint for all."""
+    """Warn once per endpoint: a process has one client for each run, copy and reader."""
     log.warning("%s %s", endpoint, what)
 
 
 def _copy_body(found: Any, view: memoryview, skip_bytes: int = 0) -> int:
-    """Fill ``view`` with what the body has behind ``skip_bytes``. Returns: how much there was."""
+    """Fill ``view`` with the body behind ``skip_bytes``. Returns how many bytes there were."""
     at = 0
     for chunk in found.stream(min_chunk_size=_PIECE_BYTES):
         piece = memoryview(chunk)[skip_bytes:]

@@ -1,14 +1,14 @@
-"""S3 through obstore, and through s3fs where obstore cannot say what the options ask for.
+"""S3 through obstore, and through s3fs for options that obstore does not have.
 
-    s3_options    the options, checked as s3fs has them, and where they lead: endpoint, region, certificates
+    s3_options    the options, checked as s3fs does it, and what they mean: endpoint, region, certificates
     S3Obstore...  ``open_client``: obstore's store, with keys or a provider of credentials that asks botocore
     S3fsLibrary   ``open_library``: the requests that ``FsspecStorage`` makes, for what ``unsupported_option`` names
 
 Checksums through obstore: to AWS over https a crc64nvme of each body, which S3 verifies; to others over https
-TLS's own, because many refuse the newer headers and a SHA-256 costs four times what sending does; over http the
-SHA-256, signed. Through s3fs always the SHA-256.
+only that of TLS, because many refuse the newer headers and a SHA-256 costs four times as much as sending; over http
+the SHA-256, signed. Through s3fs always the SHA-256.
 
-Uploads that nobody completed are listed through s3fs, where it is installed.
+Incomplete uploads are listed through s3fs, if it is installed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ ANONYMOUS_S3: Final = replace(
 T = TypeVar("T")
 _log = logging.getLogger("ckptfs.storage")
 
-# Members of requests, and how obstore says them. Attributes and tags are given with each object.
+# Request members and obstore's names for them. Attributes and tags are given with each object.
 _ATTRIBUTES: Final = {
     "StorageClass": "Storage-Class",
     "ContentType": "Content-Type",
@@ -155,18 +155,21 @@ _NEXT_UPLOADS: Final = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUpl
 
 
 def open_client(uri: Uri, options: Mapping[str, Any], times: Times) -> ObjectClient:
-    """The client of the URI's bucket. UriError: an option that is unknown, or that clashes."""
+    """Return the client of the URI's bucket. UriError: an option is unknown, or clashes."""
     return S3ObstoreClient(uri, parse_s3_options(uri, options), times)
 
 
 def open_library(uri: Uri, options: Mapping[str, Any], times: Times) -> BucketLibrary:
-    """s3fs, for what ``unsupported_option`` names. UriError: an option that is unknown, or that clashes."""
+    """Return s3fs, for the options that ``unsupported_option`` names.
+
+    UriError: an option is unknown, or clashes.
+    """
     parsed = parse_s3_options(uri, options)
     return S3fsLibrary(parsed, times, endpoint_name(parsed))
 
 
 def unsupported_option(options: Mapping[str, Any]) -> str | None:
-    """Why obstore cannot do what these options ask for, in a few words; None: it can."""
+    """Return why obstore cannot do what these options ask for, or None if it can."""
     if options.get("session") is not None:
         return "a session is aiobotocore's"
     if find_spec("botocore") is None and options.get("profile"):
@@ -192,10 +195,10 @@ def _table(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _S3StoreFactory:
-    """obstore's S3Store for one bucket; resolved at the first request, in the process that makes it.
+    """Makes obstore's S3Store for one bucket, at the first request, in the process that makes it.
 
-    One that was made for the same is taken again, with its connections: to make one takes 5 ms, in which
-    all certificates of the machine are parsed.
+    A store that was made with the same configuration is used again, with its connections: making
+    one takes 5 ms, because all certificates of the machine are parsed.
     """
 
     bucket: str
@@ -219,11 +222,11 @@ class _S3StoreFactory:
         return found
 
     def resolved(self) -> ResolvedEndpoint:
-        """Where requests go, as variables and files are now."""
+        """Return where requests go, by the current variables and files."""
         return resolve(self.options, self.bucket)
 
     def config(self, resolved: ResolvedEndpoint) -> dict[str, Any]:
-        """obstore's configuration of the store there."""
+        """Return obstore's configuration of the store there."""
         parameters = self.options.parameters
         config = {_CONFIG[name]: value for name, value in parameters.items() if name in _CONFIG}
         config |= dict(resolved.config) | {"disable_bulk_delete": not self.in_batches}
@@ -245,15 +248,17 @@ class _S3StoreFactory:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What else obstore reads when a store is made: proxies, and whom the machine trusts."""
+    """Return what else obstore reads when a store is made: proxies, and trusted certificates."""
     trusted = ssl.get_default_verify_paths()
     files = [state_of(Path(path)) for path in (trusted.cafile, trusted.capath) if path]
     return tuple(os.environ.get(name) for name in _SURROUNDINGS), files
 
 
 class S3ObstoreClient(ObstoreClient):
-    """One bucket through obstore. What obstore has no request for goes through s3fs, where it is installed:
-    the list of uploads that nobody completed, and the bucket's rules.
+    """One bucket through obstore.
+
+    Requests that obstore does not have go through s3fs, if it is installed: the list of incomplete
+    uploads, and the bucket's rules.
     """
 
     def __init__(self, uri: Uri, options: S3Options, times: Times) -> None:
@@ -295,7 +300,7 @@ class S3ObstoreClient(ObstoreClient):
             while (upload := self._call_library(context, lambda: next(pages, None))) is not None:
                 yield upload
         except NotFoundError as error:
-            # rclone serve s3 says NoSuchUpload while there is none.
+            # rclone serve s3 answers NoSuchUpload if there is none.
             if error.of_bucket:
                 raise
 
@@ -334,8 +339,8 @@ class S3ObstoreClient(ObstoreClient):
 class S3fsLibrary(BucketLibrary):
     """Requests through s3fs and botocore below it, which retry. Holds credentials: never shown.
 
-    ``s3_additional_kwargs`` go with each request that knows them. s3fs' own stream is not used: it begins an
-    upload in parts for a file of any size, and completes it once only.
+    ``s3_additional_kwargs`` are added to each request that has them. s3fs' own stream is not used:
+    it begins a multipart upload for a file of any size, and tries to complete it only once.
     """
 
     options: S3Options = field(repr=False)
@@ -352,7 +357,7 @@ class S3fsLibrary(BucketLibrary):
         return _dialect(self.options)
 
     def bucket(self, uri: Uri) -> str:
-        """As ``BucketLibrary``. What stands before the @ is a key and its secret."""
+        """See ``BucketLibrary.bucket``. The text before the @ is a key and its secret."""
         return uri.authority
 
     def filesystem(self) -> Any:
@@ -362,8 +367,8 @@ class S3fsLibrary(BucketLibrary):
         config = {
             "connect_timeout": self.times.connect_s,
             "read_timeout": self.times.request_s,
-            # The SHA-256 of each body is signed. botocore's default sends another checksum behind the body, in a
-            # framing that not every server knows.
+            # The SHA-256 of each body is signed. botocore by default sends another checksum after
+            # the body, in a framing that not every server supports.
             "request_checksum_calculation": os.environ.get(
                 "AWS_REQUEST_CHECKSUM_CALCULATION", "when_required"
             ),
@@ -373,7 +378,7 @@ class S3fsLibrary(BucketLibrary):
             **given,
             config_kwargs=config,
             s3_additional_kwargs=dict(self.options.parameters),
-            max_concurrency=1,  # else each read of a whole object begins with a HEAD
+            max_concurrency=1,  # otherwise each read of a whole object begins with a HEAD
             skip_instance_cache=True,
             use_listings_cache=False,
         )
@@ -400,7 +405,10 @@ class S3fsLibrary(BucketLibrary):
         return str(found) if found else None
 
     def list_names(self, fs: Any, path: str) -> list[dict[str, Any]]:
-        """As ``BucketLibrary``. s3fs' own ``ls`` lists the parent where nothing is found."""
+        """See ``BucketLibrary.list_names``.
+
+        s3fs' own ``ls`` lists the parent if it finds nothing.
+        """
         bucket, key, _ = fs.split_path(path)
         wanted = {
             "Bucket": bucket,
@@ -414,7 +422,7 @@ class S3fsLibrary(BucketLibrary):
         return [{"name": f"{bucket}/{name}", "type": kind} for name, kind in found]
 
     def remove(self, fs: Any, paths: Sequence[str]) -> None:
-        """As ``BucketLibrary``. s3fs' own ``rm`` says nothing of keys that were refused."""
+        """See ``BucketLibrary.remove``. s3fs' own ``rm`` does not report keys that were refused."""
         for first in range(0, len(paths), _BATCH):
             batch = paths[first : first + _BATCH]
             bucket = fs.split_path(batch[0])[0]
@@ -428,14 +436,15 @@ class S3fsLibrary(BucketLibrary):
                 if not isinstance(refusal, UnsupportedError):
                     raise
                 _warn_of_single_deletes(self.server, refusal.message)
-                for path in batch:  # OpenStack Swift wants a Content-MD5 of a batch
+                for path in batch:  # OpenStack Swift requires a Content-MD5 of a batch
                     fs.rm_file(path)
                 continue
             for line in answer.get("Errors", ()):
                 context = self._context(
                     "delete", Uri("s3", bucket, f"/{line['Key']}"), changes=True
                 )
-                # A batch answers 200 with a code for each key; which status it would have is not said.
+                # A batch answers 200 with a code for each key; the status that belongs to it is not
+                # given.
                 refused = response_error(
                     context, ErrorResponse(0, line.get("Code", ""), line.get("Message", ""))
                 )
@@ -459,13 +468,14 @@ class S3fsLibrary(BucketLibrary):
 
 @functools.lru_cache(maxsize=256)
 def _warn_of_single_deletes(server: str, why: str) -> None:
-    """Once a process: it has a storage for each run, copy and reader, and one server for all."""
+    """Warn once per server: a process has a storage for each run, copy and reader."""
     _log.warning("%s does not delete batches: keys are deleted one by one (%s)", server, why)
 
 
 class _PartStream:
-    """An object on its way, part by part, as ``BucketLibrary.open_write`` has it. One that is not larger
-    than a part is one PUT.
+    """An object that is being uploaded part by part: the stream of ``BucketLibrary.open_write``.
+
+    An object that is not larger than a part is one PUT.
     """
 
     def __init__(self, fs: Any, path: str, part_bytes: int) -> None:
@@ -480,7 +490,10 @@ class _PartStream:
         self.closed = False
 
     def write(self, data: bytes) -> int:
-        """Take all of it. A part goes out when there is more, so that the last is known as such."""
+        """Take all of the data.
+
+        A part is sent when there is more, so that the last part is known as such.
+        """
         self._rest += data
         self._size_bytes += len(data)
         while len(self._rest) > self._part_bytes:
@@ -489,7 +502,7 @@ class _PartStream:
         return len(data)
 
     def close(self) -> None:
-        """Send the last part, where there are others."""
+        """Send the last part, if there are others."""
         if self._upload_id is not None:
             self._send(bytes(self._rest))
             self._rest.clear()
@@ -505,13 +518,13 @@ class _PartStream:
         try:
             self._fs.call_s3("complete_multipart_upload", **self._at, **upload)
         except FileNotFoundError:
-            # s3fs repeats a request whose answer was lost, and the upload has ended. Data keys are used
-            # once: an object of our size is ours.
+            # s3fs repeats a request after its answer was lost, and the upload has ended by then. Data keys
+            # are used once: an object of our size is ours.
             if self._fs.info(self._path)["size"] != self._size_bytes:
                 raise
 
     def discard(self) -> None:
-        """Throw the parts away."""
+        """Discard the parts."""
         self._rest.clear()
         if self._upload_id is not None:
             self._fs.call_s3("abort_multipart_upload", **self._at, UploadId=self._upload_id)
@@ -522,7 +535,7 @@ class _PartStream:
             self._upload_id = str(begun["UploadId"])
         number = {"UploadId": self._upload_id, "PartNumber": len(self._parts) + 1}
         sent = self._fs.call_s3("upload_part", **self._at, **number, Body=data)
-        # Where the user asks for checksums, those of the parts are named once more at the end.
+        # If the user asks for checksums, those of the parts are sent again at the end.
         sums = {name: text for name, text in sent.items() if _CHECKSUM.fullmatch(name)}
         self._parts.append({"PartNumber": number["PartNumber"], "ETag": sent["ETag"], **sums})
 
@@ -535,7 +548,10 @@ def _at(fs: Any, path: str) -> dict[str, Any]:
 def _pages(
     fs: Any, operation: str, wanted: Mapping[str, str], next_by: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """All pages of a listing. next_by: a member of the next request, and where the page has it."""
+    """Yield all pages of a listing.
+
+    next_by: The members of the next request, each with the member of the page that it comes from.
+    """
     wanted = dict(wanted)
     while True:
         page: dict[str, Any] = fs.call_s3(operation, **wanted)
@@ -546,7 +562,10 @@ def _pages(
 
 
 def _age_s(page: Mapping[str, Any], began: Any) -> float:
-    """By the server's clock. Where it does not tell its time, an upload is new: nobody aborts it."""
+    """Return the age of an upload by the server's clock.
+
+    If the server does not send its time, the upload counts as new and is not aborted.
+    """
     date = page["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
     if not date:
         return 0.0

@@ -1,33 +1,33 @@
-"""What a user may say about S3: s3fs' vocabulary, checked here, the same for every S3 client.
+"""The storage options of S3: s3fs' vocabulary, checked here, the same for every S3 client.
 
     storage_options  (+ FSSPEC_S3_* of the environment, + key:secret@ of the URI)
           |  unknown or contradictory: UriError, before any request
           v
-    S3Options     client       what s3fs.S3FileSystem is made with (keys, profile, endpoint, config)
-                  parameters   members of the S3 requests that every request which knows them carries:
-                               encryption, ACL, storage class, tags, requester pays, bucket owner
+    S3Options     client       the arguments of s3fs.S3FileSystem (keys, profile, endpoint, config)
+                  parameters   members that are added to every S3 request that has them: encryption,
+                               ACL, storage class, tags, requester pays, bucket owner
 
 ``parameters`` are s3fs' ``s3_additional_kwargs``, checked against botocore's model of the service:
 a name that no request has, one that ckptfs sets itself, or a value of the wrong type is an error.
-Where botocore is missing, obstore's client takes the names that it knows itself.
-Nothing here talks to a server, and no value of an option is ever in an error's text.
+If botocore is missing, obstore's client accepts the names that it knows itself.
+Nothing here makes a request, and no value of an option is ever in an error's text.
 
-``endpoint_name`` says what to call the server before anything was sent to it:
+``endpoint_name`` returns the name of the server before anything was sent to it:
 
     endpoint_url of the options  >  AWS_ENDPOINT_URL_S3  >  AWS_ENDPOINT_URL  >  the profile's
     services section  >  the profile's endpoint_url  >  "S3 in" the region  >  "S3"
 
-Errors name it, and what was seen of one server is not believed of another: two profiles lead to two servers whose
-buckets may have one name.
+Errors contain this name. It also keeps the probe results of two servers apart: two profiles may lead to two servers
+that have buckets of the same name.
 
-``resolve`` says where requests go and with which credentials, for obstore: endpoint, region, path or host style,
-certificates, proxies, keys or a provider of credentials. With botocore installed botocore says all of it, so that
-variables, profiles, SSO, roles and credential processes mean the same as for s3fs, and credentials are renewed
+``resolve`` returns where obstore sends requests and with which credentials: endpoint, region, path or host style,
+certificates, proxies, keys or a provider of credentials. If botocore is installed, all of this comes from it, so
+that variables, profiles, SSO, roles and credential processes mean the same as for s3fs, and credentials are renewed
 during a long save. Without it the options and AWS_ACCESS_KEY_ID, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL(_S3) and
 AWS_CA_BUNDLE count, and obstore's own sources (web identity, container and instance metadata).
 
-botocore takes 20 ms for that, more than the requests of most saves do together. Its answer is kept as long as
-options, variables and files say the same (``_ResolveKey``), or until credentials were refused (``forget_resolved``).
+botocore takes 20 ms for that, more than the requests of most saves together. Its answer is kept as long as options,
+variables and files are the same (``_ResolveKey``), or until credentials were refused (``forget_resolved``).
 """
 
 from __future__ import annotations
@@ -86,14 +86,15 @@ OPERATIONS: Final = (
     "GetBucketLifecycleConfiguration",
 )
 
-# As botocore: older and other stores have names that AWS gives nobody any more.
+# As botocore does: older and other stores have names that AWS does not permit any more.
 _BUCKET: Final = re.compile(r"[A-Za-z0-9._-]{1,255}")
 # What aiobotocore adds to botocore's configuration.
 _AIO_CONFIG: Final = ("connector_args", "http_session_cls", "warm_up_loader_caches")
 _BOOLEANS: Final = ("anon", "use_ssl", "requester_pays", "cache_regions", "local_expiry_check")
 _TEXTS: Final = ("endpoint_url", "key", "secret", "token", "username", "password", "profile")
 _TABLES: Final = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
-# s3fs' own streams and caches, which ckptfs does not use: they change no byte and no header.
+# s3fs' own streams and caches, which ckptfs does not use: these options change no byte and no
+# header.
 _WITHOUT_EFFECT: Final = (
     "default_block_size",
     "default_fill_cache",
@@ -119,7 +120,7 @@ _CLIENT_KWARGS: Final = (
     "aws_account_id",
 )
 _CREDENTIALS: Final = ("key", "secret", "token", "username", "password", "profile")
-# Said both in the option and in client_kwargs: botocore would get the argument twice.
+# Given both in the option and in client_kwargs: botocore would get the argument twice.
 _DUPLICATES: Final = {
     "endpoint_url": "endpoint_url",
     "key": "aws_access_key_id",
@@ -141,10 +142,11 @@ _RESERVED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class S3Options:
-    """Checked options. May hold credentials: never shown, pickled with the storage.
+    """Checked options. They may hold credentials: never shown, pickled with the storage.
 
-    client: keyword arguments of ``s3fs.S3FileSystem``; parameters: request members by name;
-    etag_by_client: no If-Match on reads (VAST does not know it): the answer's etag is compared.
+    client: The keyword arguments of ``s3fs.S3FileSystem``. parameters: Request members by name.
+    etag_by_client: Reads send no If-Match, because the server (VAST) does not know it; the etag of
+    the answer is compared.
     """
 
     client: Mapping[str, Any]
@@ -156,12 +158,12 @@ class S3Options:
 
     @property
     def endpoint(self) -> str | None:
-        """The endpoint that the options name, if they do."""
+        """The endpoint in the options, or None."""
         found = self.client.get("endpoint_url") or self.table("client_kwargs").get("endpoint_url")
         return str(found) if found else None
 
     def table(self, name: str) -> Mapping[str, Any]:
-        """One of the options that are dictionaries themselves."""
+        """Return one of the options that are dictionaries themselves."""
         return self.client.get(name) or {}
 
 
@@ -170,7 +172,10 @@ class _S3:
 
 
 def parse_s3_options(uri: Uri, options: Mapping[str, Any]) -> S3Options:
-    """The options, with those of the environment below them. UriError names what is wrong."""
+    """Check the options; those of the environment have lower precedence.
+
+    UriError names what is wrong.
+    """
     if uri.authority.startswith("arn:"):
         raise UriError(
             "an ARN cannot be used as the name of a bucket",
@@ -295,7 +300,10 @@ def _check_parameters(uri: Uri, parameters: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=1)
 def service_loader() -> Any:
-    """botocore's description of S3, read from disk once: it is most of what opening a client costs."""
+    """Return botocore's description of S3, read from disk only once.
+
+    Reading it takes most of the time of opening a client.
+    """
     import botocore.loaders
 
     return botocore.loaders.create_loader(os.environ.get("AWS_DATA_PATH"))
@@ -313,7 +321,7 @@ def _members() -> Mapping[str, Any]:
 
 
 def _checksum_values() -> set[str]:
-    # A checksum of all bytes to come cannot be an option; the algorithm can.
+    # A checksum of all future bytes cannot be an option; the algorithm can.
     return {
         name
         for name in _members()
@@ -325,7 +333,7 @@ def _checksum_values() -> set[str]:
 
 
 def endpoint_name(options: S3Options) -> str:
-    """scheme://host[:port] where that is configured, else "S3 in <region>" or "S3"."""
+    """Return the configured scheme://host[:port], else "S3 in <region>" or "S3"."""
     configured, region = (
         _configured_botocore if find_spec("botocore") else _configured_environment
     )(options)
@@ -349,7 +357,7 @@ def _configured_botocore(options: S3Options) -> tuple[str | None, str | None]:
 
     session = options.client.get("session")
     try:
-        # Without handlers, which make requests and take five times as long as the rest of it.
+        # Without handlers, which make requests and take five times as long as everything else.
         session = session or botocore.session.Session(
             include_builtin_handlers=False, profile=options.client.get("profile")
         )
@@ -359,7 +367,7 @@ def _configured_botocore(options: S3Options) -> tuple[str | None, str | None]:
         scoped = session.get_scoped_config()
         services = session.full_config.get("services", {}).get(scoped.get("services"), {})
     except BotoCoreError:
-        # No such profile, or a broken file: the first request says so, in its own words.
+        # No such profile, or a damaged file: the first request raises the error with its own text.
         return _configured_environment(options)
     endpoint = (
         _configured_environment(options)[0]
@@ -387,10 +395,12 @@ _FileState = tuple[str, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEndpoint:
-    """config and client_options: for obstore's S3Store. provider: called for credentials.
+    """Where requests go.
 
-    is_aws: AWS itself, over https. chose_checksum, payload_signing: what the user said of them.
-    trusted: the file of certificates in client_options, as it was. stores: of obstore, made for this place.
+    config, client_options: For obstore's S3Store. provider: Called for credentials. is_aws: It is
+    AWS itself, over https. chose_checksum, payload_signing: The user's choices. trusted: The file
+    of certificates in client_options and its state. stores: obstore's stores that were made for
+    this endpoint.
     """
 
     config: Mapping[str, Any]
@@ -406,7 +416,10 @@ class ResolvedEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class _ResolveKey:
-    """A question and all that its answer depends on. told: a digest, for options hold credentials."""
+    """The arguments of ``resolve`` and everything else that its answer depends on.
+
+    digest: A digest of all this, because options hold credentials.
+    """
 
     digest: str
     options: S3Options = field(compare=False, repr=False)
@@ -414,22 +427,22 @@ class _ResolveKey:
 
     @classmethod
     def of(cls, options: S3Options, bucket: str) -> _ResolveKey:
-        """As variables and files are now."""
+        """Make the key from the current variables and files."""
         names = [n for n in os.environ if n.startswith("AWS_") or n in _VARIABLES]
         variables = [(name, os.environ[name]) for name in sorted(names)]
         files = [state_of(Path(os.environ.get(name, path))) for name, path in _FILES]
         has_botocore = find_spec("botocore") is not None
-        # A fork's child asks for itself: its parent may be in the middle of a refresh.
+        # A forked child resolves again: its parent may be in the middle of a refresh.
         all_ = (options, bucket, variables, files, has_botocore, os.getpid())
         try:
             digest = hashlib.sha256(pickle.dumps(all_)).hexdigest()
         except (pickle.PicklingError, TypeError, AttributeError):
-            digest = uuid4().hex  # a class that somebody made inside a function: asked each time
+            digest = uuid4().hex  # a class that was made inside a function: resolved each time
         return cls(digest, options, bucket)
 
 
 def state_of(path: Path) -> _FileState | None:
-    """Another one where the file was written since; None: there is none."""
+    """Return the state of a file, which differs after each write, or None if there is no file."""
     try:
         found = path.expanduser().stat()
     except (OSError, RuntimeError):  # no home
@@ -438,17 +451,20 @@ def state_of(path: Path) -> _FileState | None:
 
 
 def resolve(options: S3Options, bucket: str) -> ResolvedEndpoint:
-    """Read variables and files, no network. CredentialsError: the profile does not exist."""
+    """Resolve options by variables and files, without network.
+
+    CredentialsError: the profile does not exist.
+    """
     resolve_key = _ResolveKey.of(options, bucket)
     resolved = _resolved(resolve_key)
     if resolved.trusted is not None and resolved.trusted != state_of(Path(resolved.trusted[0])):
-        forget_resolved()  # somebody renewed the certificates: a job of weeks would refuse the server's next one
+        forget_resolved()  # the certificates were renewed: a long job would refuse the server's next one
         resolved = _resolved(resolve_key)
     return resolved
 
 
 def forget_resolved() -> None:
-    """Whoever asks next gets an answer of then: credentials were refused."""
+    """Forget all answers of ``resolve``, because credentials were refused."""
     _resolved.cache_clear()
 
 
@@ -533,7 +549,7 @@ def _resolve_with_botocore(
     try:
         session = botocore.session.Session(profile=options.client.get("profile"))
         session.register_component("data_loader", service_loader())
-        # Unsigned: a client that only tells addresses must not look for credentials.
+        # Unsigned: a client that only returns addresses must not look for credentials.
         client = session.create_client(
             "s3",
             region_name=kwargs.get("region_name"),
@@ -564,7 +580,10 @@ def _region(name: str) -> str:
 
 
 def _addressed(endpoint: str, url: str, bucket: str) -> dict[str, Any]:
-    """obstore wants the bucket in the endpoint where a URL of an object has it in its host."""
+    """Return the endpoint as obstore wants it.
+
+    It contains the bucket if URLs of objects have the bucket in their host.
+    """
     in_path = f"/{bucket}/" in urlsplit(url).path
     if in_path:
         return {"endpoint": endpoint.rstrip("/"), "virtual_hosted_style_request": False}
@@ -573,7 +592,7 @@ def _addressed(endpoint: str, url: str, bucket: str) -> dict[str, Any]:
 
 
 class _Credentials:
-    """What obstore calls when it needs credentials; botocore finds and renews them."""
+    """Called by obstore when it needs credentials; botocore finds and renews them."""
 
     def __init__(self, session: Any) -> None:
         self._session = session

@@ -8,9 +8,9 @@
 A RENAME without ``renameoptions`` is never sent: its "true" may mean "moved into a directory". A gateway
 that drops the option (HttpFS) is detected by its answer and refused.
 
-fsspec's ``WebHDFS`` gives the session and the parameters, so that storage options mean here what they
-mean there. Its own file operations are not used: its rename has no options, and its writer creates a
-file and then appends to it.
+fsspec's ``WebHDFS`` makes the session and the parameters, so that storage options have the same meaning as
+there. Its own file operations are not used: its rename has no options, and its writer creates a file and
+then appends to it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FileStatus:
     size_bytes: int
     is_dir: bool
     modified_ms: int
-    file_id: int | None  # the inode's number, whatever the file is called; None: not told
+    file_id: int | None  # the inode's number, whatever the file is called; None: not in the answer
 
 
 class WebHdfsClient:
@@ -87,7 +87,7 @@ class WebHdfsClient:
     Errors of every operation:
         NotFoundError: There is no such path, or its parent is missing.
         TransientError: Worth a retry. Nothing happened, or only to a temporary file.
-        AnswerLostError: A change was requested, and no answer tells whether it happened.
+        AnswerLostError: A change was requested, and no answer says whether it happened.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class WebHdfsClient:
     # -- operations --
 
     def status(self, path: str) -> FileStatus:
-        """Size and kind of one path."""
+        """Return size and kind of one path."""
         return _status(self._field("GET", "GETFILESTATUS", path, "FileStatus"))
 
     def list(self, path: str) -> list[tuple[str, FileStatus]]:
-        """What lies directly in a directory, in any order."""
+        """Return the entries directly in a directory, in any order."""
         found = self._field("GET", "LISTSTATUS", path, "FileStatuses")["FileStatus"]
-        # The listing of a file is that file, without a name.
+        # The listing of a file contains that file, without a name.
         return [(one["pathSuffix"], _status(one)) for one in found if one["pathSuffix"]]
 
     def make_dirs(self, path: str) -> None:
@@ -122,7 +122,10 @@ class WebHdfsClient:
         self._metadata("PUT", "MKDIRS", path)
 
     def delete(self, path: str, *, recursive: bool) -> bool:
-        """Returns: whether anything was there. AlreadyExistsError: a directory that is not empty."""
+        """Delete a path. Returns whether anything was there.
+
+        AlreadyExistsError: it is a directory that is not empty.
+        """
         flag = "true" if recursive else "false"
         return bool(self._field("DELETE", "DELETE", path, "boolean", recursive=flag))
 
@@ -140,7 +143,7 @@ class WebHdfsClient:
             )
 
     def put(self, path: str, body: bytes | Iterator[memoryview]) -> None:
-        """Make one file, and its missing parents. Call ``check_size`` before you trust it."""
+        """Make one file and its missing parents. Call ``check_size`` before you rely on it."""
         with self._session() as files:
             answer = self._name_node(
                 files, "PUT", "CREATE", path, overwrite="false", **self._creating
@@ -168,7 +171,7 @@ class WebHdfsClient:
             )
 
     def read(self, path: str, most_bytes: int | None = None) -> bytes:
-        """All bytes of a small file, or the first ``most_bytes``: no more are received."""
+        """Read all bytes of a small file, or the first ``most_bytes``: no more are received."""
         wanted = {} if most_bytes is None else {"length": most_bytes}
         data = bytearray()
         with self._open(path, path, **wanted) as response:
@@ -182,7 +185,10 @@ class WebHdfsClient:
     def read_into(
         self, path: str, offset: int, out: memoryview, *, shown: str | None = None
     ) -> None:
-        """Fill ``out`` with one range. Errors name the path ``shown``. IntegrityError: the file ends."""
+        """Fill ``out`` with one range. Errors name the path ``shown``.
+
+        IntegrityError: the file ends before the range does.
+        """
         shown = shown or path
         with self._open(path, shown, offset=offset, length=len(out)) as response:
             size = int(response.headers.get("Content-Length") or len(out))
@@ -211,7 +217,7 @@ class WebHdfsClient:
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[Any]:
-        """fsspec's class with its session, for one thread at a time."""
+        """Yield fsspec's class with its session, for one thread at a time."""
         pid, idle = self._idle
         if pid != os.getpid():
             # Not the parent's. If two threads come here at once, one deque of idle sessions is lost.
@@ -227,7 +233,7 @@ class WebHdfsClient:
             idle.append(files)
 
     def _field(self, method: str, op: str, path: str, name: str, **params: object) -> Any:
-        """One field of a JSON answer."""
+        """Return one field of a JSON answer."""
         answer = self._metadata(method, op, path, "", **params)
         try:
             return answer.json()[name]
@@ -238,7 +244,7 @@ class WebHdfsClient:
     def _metadata(
         self, method: str, op: str, path: str, shown: str = "", **params: object
     ) -> requests.Response:
-        """One operation that the NameNode answers by itself, read whole."""
+        """Do one operation that the NameNode answers by itself, and read the whole answer."""
         with (
             self._session() as files,
             self._name_node(files, method, op, path, shown, **params) as answer,
@@ -248,7 +254,7 @@ class WebHdfsClient:
 
     @contextlib.contextmanager
     def _open(self, path: str, shown: str, **params: object) -> Iterator[requests.Response]:
-        """The response that carries a file's bytes."""
+        """Yield the response that contains a file's bytes."""
         with self._session() as files:
             with self._name_node(files, "GET", "OPEN", path, shown, **params) as answer:
                 if answer.headers.get("Content-Type") == _BODY and not answer.is_redirect:
@@ -272,7 +278,7 @@ class WebHdfsClient:
     ) -> contextlib.AbstractContextManager[requests.Response]:
         parts = urlsplit(url)
         endpoint = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        # No change: what a broken PUT leaves lies under a temporary name that nobody reads.
+        # It counts as no change: a broken PUT leaves a file only under a temporary name that is never read.
         context = RequestContext(_DATA_NODE, action, self._uri(path), endpoint)
         return self._exchange(files.session, method, url, context, **more)
 
@@ -280,7 +286,10 @@ class WebHdfsClient:
     def _exchange(
         self, session: requests.Session, method: str, url: str, context: RequestContext, **more: Any
     ) -> Iterator[requests.Response]:
-        """One request and its response, which is no error. Redirects are not followed."""
+        """Make one request and yield its response, which is no error.
+
+        Redirects are not followed.
+        """
         failure: Exception
         try:
             with session.request(
@@ -302,18 +311,19 @@ class WebHdfsClient:
             raise
         except OSError as error:  # every error of requests is one
             failure = no_response_error(context, error)
-        # Out here: the text of a library's exception holds the URL, and that a token.
+        # Outside of the except block: the text of a library's exception contains the URL, and that
+        # a token.
         raise failure
 
     def _redirect(self, answer: requests.Response, path: str) -> str:
-        """The DataNode's URL."""
+        """Return the DataNode's URL."""
         _drain(answer)
         if not answer.is_redirect:
             raise UnsupportedError("no redirect to a DataNode: not a NameNode", uri=self._uri(path))
         return self._mapped(answer.headers["Location"])
 
     def _mapped(self, url: str) -> str:
-        """The storage option data_proxy, as fsspec applies it."""
+        """Apply the storage option data_proxy, as fsspec does."""
         proxy = self._options.get("data_proxy")
         if callable(proxy):
             return str(proxy(url))
@@ -340,17 +350,17 @@ class WebHdfsClient:
 
 
 class StreamedPut:
-    """One PUT whose body comes piece by piece.
+    """One PUT with a body that is sent piece by piece.
 
     ``requests`` pulls a body and our callers push one, so the request runs in a thread of its own,
-    which waits for the next piece. ``send`` returns when the connection has taken its piece: nothing
-    is copied to wait, and the caller may reuse the buffer.
+    which waits for the next piece. ``send`` returns when the connection has taken its piece:
+    nothing is copied in order to wait, and the caller may reuse the buffer.
     """
 
     def __init__(self, put: Callable[[Iterator[memoryview]], None]) -> None:
         self._changed = threading.Condition()
         self._piece: memoryview | None = None
-        self._wants_piece = False  # the connection stands, and has taken all that was given
+        self._wants_piece = False  # connected, and all pieces so far are taken
         self._ended = False
         self._cancelled = False
         threads = Threads(1, "ckptfs-webhdfs-put")
@@ -375,17 +385,18 @@ class StreamedPut:
             self._wait()
 
     def finish(self) -> None:
-        """End the body in order and wait for the answer."""
+        """End the body normally and wait for the answer."""
         self._end()
         self._request.result()
 
     def abort(self) -> bool:
         """End the request. Never raises; harmless after it ended.
 
-        The body is ended in order where that is possible: a DataNode that finds the connection gone may
-        make the file after we deleted it, and only its answer tells that it is past that.
+        The body is ended normally if possible: a DataNode that finds the connection gone may make
+        the file after we deleted it, and only its answer shows that it will not.
 
-        Returns: whether it answered, and will not make the file any more.
+        Returns:
+            Whether it answered, and will not make the file any more.
         """
         with self._changed:
             self._cancelled = not self._wants_piece
@@ -465,10 +476,10 @@ def _patient(connection_class: Any, send_s: float) -> Any:
 
 
 def _connect(root: Uri, options: Mapping[str, Any], times: Times) -> Any:
-    """fsspec's class, with a session of its own."""
+    """Return fsspec's class with a session of its own."""
     more: dict[str, Any] = {"skip_instance_cache": True}
     if options.get("kerberos"):
-        # Otherwise requests-kerberos empties the body of an error whose sender did not prove its
+        # Otherwise requests-kerberos empties the body of an error if the sender did not prove its
         # identity, and "no such file" reads as "no WebHDFS".
         given = options.get("kerb_kwargs") or {}
         more["kerb_kwargs"] = {"sanitize_mutual_error_response": False, **given}
@@ -495,7 +506,7 @@ def _drain(answer: requests.Response) -> None:
 
 def _check_complete(response: requests.Response, got: int) -> None:
     size = response.headers.get("Content-Length")
-    if size is not None and int(size) != got:  # urllib3 before 2 does not look
+    if size is not None and int(size) != got:  # urllib3 before 2 does not check
         raise requests.ConnectionError("the body ended early")
 
 
@@ -583,7 +594,7 @@ _HINTS: Final[dict[str | type[StorageError], str]] = {
     "BlockMissingException": "bring the DataNodes back: hdfs fsck names the blocks",
     StaleError: "look it up again",
 }
-# What arrives as a plain IOException is told by its words.
+# A plain IOException is recognised by its text.
 _PHRASES: Final = (
     ("could only be replicated to", "NoDataNode"),
     ("could only be written to", "NoDataNode"),
@@ -597,7 +608,7 @@ _PHRASES: Final = (
 
 
 def _refusal(context: RequestContext, status: int, body: bytes) -> StorageError:
-    """The error for an answer that is one. Not raised yet."""
+    """Return the error for an error response. It is not raised yet."""
     name, message = _remote_exception(body)
     for phrase, meant in _PHRASES:
         if phrase in message:
@@ -614,7 +625,10 @@ def _refusal(context: RequestContext, status: int, body: bytes) -> StorageError:
 
 
 def _page(context: RequestContext, status: int, body: bytes) -> StorageError:
-    """The answer of a proxy, of a wrong port, or of a servlet container: never "not found"."""
+    """Return the error for a page of a proxy, a wrong port or a servlet container.
+
+    It is never NotFoundError.
+    """
     if status == 401:  # noqa: PLR2004
         hint = "pass kerberos=True after kinit, a delegation token, or user"
         return _error(context, CredentialsError, "it wants to know who this is", hint)
@@ -642,7 +656,7 @@ def _error(
 
 
 def _remote_exception(body: bytes) -> tuple[str, str]:
-    """Class and message of an error of HDFS; empty: it is none."""
+    """Return class and message of an error of HDFS; both are empty if it is none."""
     try:
         found = json.loads(body)["RemoteException"]
         return str(found["exception"]), str(found.get("message") or "")

@@ -47,8 +47,10 @@ def unlink_if_present(posix: Posix, path: str) -> None:
 
 
 def sync_dir(posix: Posix, path: str) -> Identity | None:
-    """Fsync a directory. Returns which one it was; None where directories cannot be synced (some FUSE and SMB
-    mounts).
+    """Fsync a directory and return its identity.
+
+    Returns:
+        The identity; None if directories cannot be synced (some FUSE and SMB mounts).
     """
     fd = posix.open(path, _OPEN_DIRECTORY)
     try:
@@ -63,11 +65,12 @@ def sync_dir(posix: Posix, path: str) -> Identity | None:
 
 
 class DurableDirs:
-    """Directories whose own names, and all names above them, this process has made durable.
+    """Directories that this process has made durable: their own names and all names above them.
 
-    Each is known by its identity beside its path, because one that was removed and made again is another: its
-    maker may not have synced its name yet. Without a time of birth in it the identity may be the same, and the
-    directory is synced again. Any thread may use this.
+    Each path is stored with the identity of its directory. A directory that was removed and made
+    again is another one, and its maker may not have synced its name yet. If the identity has no
+    time of birth, it may be the same for both, so the directory is synced again. Any thread may use
+    this.
     """
 
     def __init__(self) -> None:
@@ -78,13 +81,16 @@ class DurableDirs:
         return self._known.get(path) == identity
 
     def add(self, found: dict[str, Identity]) -> None:
-        """All of these are durable from now on."""
+        """Record that these directories are durable now."""
         if len(self._known) > _MOST_KNOWN:
-            self._known.clear()  # what is not known is synced once more
+            self._known.clear()  # an unknown directory is synced once more
         self._known.update((path, one) for path, one in found.items() if one.born_ns)
 
     def forget(self, path: str) -> None:
-        """What is at ``path`` or below it is moved: its name is no longer the one that was synced."""
+        """Forget ``path`` and everything below it.
+
+        They are being moved, so their names are not the ones that were synced.
+        """
         for known in list(self._known):
             if known == path or known.startswith(f"{path}/"):
                 self._known.pop(known, None)
@@ -144,7 +150,7 @@ def _make(posix: Posix, path: str) -> list[str]:
     try:
         posix.mkdir(path)
     except FileExistsError:
-        return made  # another process made it meanwhile: success
+        return made  # another process made it in between: success
     return [*made, path]
 
 
@@ -193,8 +199,8 @@ def _look(posix: Posix, path: str) -> bool:
 def remove_tree(posix: Posix, path: str) -> list[str]:
     """Remove ``path`` and everything below it.
 
-    Every name is resolved against an open directory, so that nobody can replace a component by a
-    link between the look and the unlink. A link is unlinked, its target stays. Absent is success
+    Every name is resolved against an open directory, so that no process can replace a component by
+    a link between the check and the unlink. A link is unlinked, its target stays. Absent is success
     everywhere, because another process may be removing the same tree.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Files on a mounted filesystem: read whole, written whole, and what every unfinished file has in common.
+"""Files on a mounted filesystem: read whole, written whole, and the base of every unfinished file.
 
     read_whole        open, read to the end                   LocalReader (reader.py) reads ranges
     write_whole       O_EXCL, write all, fsync, close
@@ -162,7 +162,7 @@ def read_whole(
 
     Raises:
         StorageError: The path is not a regular file, or it is larger than ``limit_bytes``. A larger file
-            is refused before it is read, unless it grows meanwhile.
+            is refused before it is read, unless it grows during the read.
         OSError: As the kernel reports it.
     """
     fd, found = open_regular(posix, path, uri, flags)
@@ -192,7 +192,7 @@ class FileState(Enum):
 
 
 class PartialFile:
-    """A new file under a partial name beside the key, invisible until ``publish(partial)``.
+    """A new file under a partial name next to the key, invisible until ``publish(partial)``.
 
     The common base of all writers. After a failed write the file can only be aborted: ``close`` refuses to
     publish a file with a hole.

@@ -16,7 +16,7 @@ openat2(2) with RESOLVE_NO_SYMLINKS, which refuses links in one call as well. Wh
 through a link, that is done below the open root. Where the kernel has no openat2 (before Linux 5.6) or a
 container forbids it, and where there is a link to name in the error, the path is looked up one directory
 after the other, each opened with O_NOFOLLOW. Every other call is made in the open parent directory of its
-name: nobody can put a link in between. The caller decides where in the path the mark is.
+name, so no process can put a link in between. The caller decides where in the path the mark is.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _openat2(dir_fd: int, path: str, flags: int, mode: int) -> int | None:
     if _syscall is None:
         return None
     name = os.fsencode(path)
-    # What os.open does by itself: no name is cut at a null byte, hooks are told, and a child process does not
+    # As os.open does: no name is cut at a null byte, audit hooks are called, and a child process does not
     # inherit the descriptor.
     if b"\0" in name:
         raise ValueError("embedded null byte")
@@ -183,7 +183,7 @@ def _raise_if_link(error: OSError, path: str, name: str, dir_fd: int) -> None:
     try:
         is_link = stat.S_ISLNK(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
     except OSError:
-        return  # it was removed meanwhile: the first error counts
+        return  # it was removed in between: the first error counts
     if is_link:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), without_mark(path)) from error
 

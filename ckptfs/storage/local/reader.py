@@ -139,7 +139,7 @@ class LocalReader(DataReader):
         try:
             if not is_cached:
                 # Probing the whole range would start a readahead that nothing waits for. And a page that
-                # was probed once is cached for the next probe: a second page, at random, tells more.
+                # was probed once is cached for the next probe: a second page, at random, is a better sign.
                 page = memoryview(bytearray(1))
                 self._posix.preadv_cached(fd, [page], offset)
                 other = _PAGE + randbelow(_DIRECT_FROM_BYTES - _PAGE)

@@ -288,7 +288,7 @@ class LocalStorage(Storage):
         return self._write_in_directory(key, begin)
 
     def open_over(self, key: str) -> DataWriter:
-        """As ``Storage.open_over``. Never used for a run, whose files are its own."""
+        """As ``Storage.open_over``. Never used for the files of a run, which belong to ckptfs."""
         uri = self.uri(key)
 
         def begin() -> DataWriter:
@@ -569,7 +569,7 @@ class LocalStorage(Storage):
     def _write_in_directory(self, key: str, write: Callable[[], T]) -> T:
         """Call ``write``, and once more with the directory made on a mount that is used like an object store.
 
-        ``capabilities`` tells the callers that this is an object store, so they make no directories.
+        By ``capabilities`` the callers know that this is an object store, so they make no directories.
         """
         try:
             return write()

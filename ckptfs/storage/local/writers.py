@@ -23,7 +23,7 @@ places, and neither truncates the file before the end, so neither makes a hole i
 
 What a ReplacingWriter does depends on what exists at the path:
 
-    nothing, a regular file    a partial file beside it is renamed over it when it is closed
+    nothing, a regular file    a partial file next to it is renamed over it when it is closed
     a link                     the same, at the link's target; the link stays
     a device, a FIFO           written in place (InPlaceWriter)
     a directory, a socket      refused before the first byte
@@ -146,7 +146,7 @@ class WindowedFile(PartialFile, ParallelWriter):
     def write_at(self, offset: int, views: Iterable[memoryview]) -> None:
         with self._lock:
             if self._broken_by is not None:
-                # Or a thread that comes later would be heard first, and hide that the disk is full.
+                # Otherwise the error of a later thread could be raised first, and hide that the disk is full.
                 raise self._broken_by
             fd = self._open_fd()
             self._in_flight += 1
@@ -351,11 +351,9 @@ class LocalWriter(PartialFile, DataWriter):
     ) -> None:
         self._gathered = bytearray()
         self._written_bytes = 0  # bytes the kernel has
-        self._flushed_bytes = 0  # bytes of those that the kernel was told to write to the disk
+        self._flushed_bytes = 0  # how many of them the kernel was asked to write to the disk
         self._direct_fd: int | None = None
-        self._staging: memoryview | None = (
-            None  # gathers what comes in other pieces than whole pages
-        )
+        self._staging: memoryview | None = None  # gathers pieces that are not whole pages
         self._staged_bytes = 0
         super().__init__(posix, uri, partial, publish)
         if size_bytes >= DIRECT_FROM_BYTES:
