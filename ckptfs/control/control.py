@@ -10,14 +10,17 @@
     StoreControl   many processes over a c10d store (ckptfs.control.tcpstore_control)
     ThreadControl  many ranks as threads of one process, for tests (ckptfs.testing.world)
 
-No collective runs on the user's group, ever: it works the same with gloo and nccl, from a
-background thread, and under torchrun without any group. The store is, in this order: the one given
-(``store=``), the group's own, torchrun's agent store. No port is opened unasked.
+No collective ever runs on the user's group. So a step works the same with gloo and nccl, from a background
+thread, and under torchrun without any group. The store is, in this order: the given one (``store=``), the
+group's own, torchrun's agent store. ckptfs opens no port of its own.
 
-Silence is bounded, work is not: a rank that computes for an hour keeps its heartbeat and is waited
-for; a rank without a heartbeat for ``timeout_s`` ends the step everywhere with DeadlineError; one whose
-storage does not return from a single system call for that long with CollectiveError; a process that is
-gone ends it within seconds with CollectiveError; a store that is gone with ControlPlaneLostError.
+Silence is limited, work is not. A rank that computes for an hour keeps its heartbeat, and the others wait for it.
+These end a step on every rank:
+
+    a rank without a heartbeat for ``timeout_s``            DeadlineError
+    a rank in one system call of its storage for that long  CollectiveError
+    a process that is gone                                  CollectiveError, within seconds
+    a store that is gone                                    ControlPlaneLostError
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ R = TypeVar("R")
 class Control(Protocol):
     """One rank's end of a control plane. One thread at a time; ``clone()`` for another thread.
 
-    world: this process; worlds: all of them, in order of rank. The coordinator is rank 0.
+    world: This process. worlds: All processes, in order of rank. The coordinator is rank 0.
     """
 
     @property
@@ -81,33 +84,44 @@ class Control(Protocol):
     def step(
         self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None = None
     ) -> Any:
-        """Run ``local`` on every rank and ``decide`` on the coordinator; collective.
+        """Run ``local`` on every rank and ``decide`` on the coordinator. Collective.
 
-        label: what is being done, for messages; must be equal on all ranks. local: any picklable
-        value, many MiB are fine. decide: gets the values in order of rank; None: that list is the
-        answer. Only the coordinator's is called. Its answer must be picklable; with
-        ``apart()`` (``ckptfs.control.messages``) each rank gets what is common and its own piece.
+        No rank returns before all have called, so this is a barrier too. Every rank raises the same
+        error, except as noted. If ``local`` or ``decide`` changed something before an error, that
+        change stays.
 
-        Nobody returns before everybody has called, so it is a barrier too. Raises, equal on every
-        rank: CollectiveError if ``local`` failed anywhere, if a rank's process is gone, or if
-        ``decide`` raised an error that is not ckptfs's own; that error itself if it is;
-        DeadlineError; ControlPlaneLostError (then the answer is unknown: some ranks may have it).
-        KeyboardInterrupt and SystemExit are raised as themselves where they happen.
+        Args:
+            label: What is being done, for messages; must be equal on all ranks.
+            local: Returns any picklable value; many MiB are fine.
+            decide: Gets the values in order of rank, on the coordinator only, and returns the
+                picklable answer. With ``apart()`` (``ckptfs.control.messages``) each rank gets a
+                common value and its own piece. None: the list of values is the answer.
 
-        When ``local`` or ``decide`` changed something before an error, that change stays.
+        Returns:
+            The answer.
+
+        Raises:
+            CollectiveError: ``local`` failed on a rank, a rank's process is gone, or ``decide``
+                raised an error that is not ckptfs's own.
+            CkptfsError: ``decide`` raised it.
+            DeadlineError: A rank was silent for too long.
+            ControlPlaneLostError: The store is gone. The answer is unknown: some ranks may have it.
+            KeyboardInterrupt: Raised only on the rank where it happens; so is SystemExit.
         """
 
     def clone(self) -> Control:
-        """A control for another thread, with steps and a store client of its own.
+        """Return a control for another thread, with steps and a store client of its own.
 
-        Every rank must make its clones in the same order; nobody waits. Close clones first.
+        Every rank must make its clones in the same order, but no rank waits for another here. Close
+        the clones first.
         """
 
     def close(self) -> None:
-        """Leave; harmless twice. Ranks that still call get a CollectiveError that names this one.
+        """Leave. Calling it twice is harmless.
 
-        The coordinator lingers (10 s at most) until all have read the last answer: its process may
-        host the store. Done at exit where it was forgotten.
+        Ranks that still call a step get a CollectiveError that names this rank. The coordinator
+        waits (10 s at most) until all ranks have read the last answer, because its process may host
+        the store. A control that was not closed is closed at exit.
         """
 
     def __enter__(self) -> Self: ...
@@ -121,7 +135,7 @@ class Control(Protocol):
 
 
 class SoloControl:
-    """One process: the same steps, the same errors, nothing to wait for."""
+    """One process: the same steps and errors, and no other rank to wait for."""
 
     def __init__(self, world: World | None = None) -> None:
         self.world = world or World.solo()
@@ -133,7 +147,7 @@ class SoloControl:
 
     @property
     def rank(self) -> int:
-        """0: the coordinator."""
+        """0: this is the coordinator."""
         return 0
 
     @property
@@ -144,7 +158,7 @@ class SoloControl:
     def step(
         self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None = None
     ) -> Any:
-        """As ``Control.step``; values are not pickled."""
+        """See ``Control.step``. Values are not pickled."""
         message, problem = attempt(label, local, self.world)
         if problem is not None and not isinstance(problem, Exception):
             raise problem
@@ -154,11 +168,11 @@ class SoloControl:
         return for_rank(verdict, 0).unwrap(problem or raised)
 
     def clone(self) -> SoloControl:
-        """Another one for another thread; there is nothing to share."""
+        """Return another one for another thread; there is nothing to share."""
         return SoloControl(self.world)
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is nothing to leave."""
 
     def __enter__(self) -> Self:
         return self
@@ -169,10 +183,12 @@ class SoloControl:
 
 @contextlib.contextmanager
 def hearing(control: Control, hears: Callable[[CkptfsError], None]) -> Iterator[None]:
-    """While inside, ``hears`` is told, on another thread, with which error a step ended on all other
-    ranks because this rank's part of it hangs in its storage. Nobody can wake the thread that does.
+    """Inside the block, call ``hears`` if this rank's part of a step hangs in its storage.
+
+    The step then ends on all other ranks with an error, which ``hears`` receives on another thread.
+    The hanging thread itself cannot be woken.
     """
-    if not hasattr(control, "hears"):  # alone there is nobody who could end the step
+    if not hasattr(control, "hears"):  # a single process: no other rank could end the step
         yield
         return
     control.hears = hears
@@ -183,7 +199,7 @@ def hearing(control: Control, hears: Callable[[CkptfsError], None]) -> Iterator[
 
 
 def default_timeout_s() -> float:
-    """``CKPTFS_TIMEOUT_S``, else 600 s. StateError when the variable is no positive number."""
+    """Return ``CKPTFS_TIMEOUT_S``, else 600 s. StateError if the variable is no positive number."""
     text = os.environ.get("CKPTFS_TIMEOUT_S", "600")
     try:
         value = float(text)
@@ -195,7 +211,7 @@ def default_timeout_s() -> float:
 
 
 def timeout_of(timeout_s: float | None) -> float:
-    """What a caller gave, or the default."""
+    """Return the given timeout, or the default."""
     return default_timeout_s() if timeout_s is None else timeout_s
 
 
@@ -207,16 +223,25 @@ def open_control(
     store: Any = None,
     name: str = "",
 ) -> Control:
-    """Open a control plane over whatever connects these processes; collective.
+    """Open a control plane over any store that connects these processes. Collective.
 
-    world: None detects it (``World.detect(process_group)``). process_group: whose ranks take part;
-    None is the default group, or all processes that torchrun started. timeout_s: the longest
-    silence of a rank that is waited out, in seconds; None is ``CKPTFS_TIMEOUT_S``, else 600. store:
-    a c10d store to use instead of the group's. name: tells two openings apart that threads make at
-    the same time; otherwise ranks open their controls in the same order.
+    Args:
+        world: The world of this process; None detects it (``World.detect(process_group)``).
+        process_group: The ranks that take part; None is the default group, or all processes that
+            torchrun started.
+        timeout_s: The longest silence of a rank that is waited out, in seconds; None is
+            ``CKPTFS_TIMEOUT_S``, else 600.
+        store: A c10d store to use instead of the group's.
+        name: Distinguishes two controls that threads open at the same time. Otherwise ranks open
+            their controls in the same order.
 
-    StateError: several processes and nothing that connects them. CollectiveError: the ranks run
-    different versions of ckptfs. DeadlineError: ranks that did not come within timeout_s.
+    Returns:
+        The control.
+
+    Raises:
+        StateError: There are several processes and nothing that connects them.
+        CollectiveError: The ranks run different versions of ckptfs.
+        DeadlineError: Some ranks did not come within timeout_s.
     """
     return control_opener(world, process_group, timeout_s, store=store, name=name)()
 
@@ -230,10 +255,12 @@ def control_opener(
     name: str = "",
     closes_at_exit: bool = True,
 ) -> Callable[[], Control]:
-    """Local. All that ``open_control`` asks of the process, now; the collective rest, when called.
+    """Do the local part of ``open_control`` now; the returned function does the collective part.
 
-    For another thread that opens it later: the group may be gone by then, its store is kept.
-    closes_at_exit: False where the caller closes it when the interpreter ends.
+    It is for another thread that opens the control later: the group may be gone by then, but its
+    store is kept.
+
+    closes_at_exit: False if the caller closes the control when the interpreter ends.
     """
     world = world or World.detect(process_group)
     wait_s = timeout_of(timeout_s)
@@ -262,7 +289,7 @@ def control_opener(
 
 
 def _find_store(world: World, process_group: Any, timeout_s: float) -> tuple[Any, str]:
-    """A store that connects these processes, and a name for them where others use it too."""
+    """Return a store that connects these processes, and a name for them if others use it too."""
     if process_group is not None or _torch.has_default_group():
         return _torch.group_channel(process_group)
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")

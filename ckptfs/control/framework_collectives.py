@@ -1,11 +1,11 @@
-"""What frameworks bring of their own: a barrier and a broadcast, made to carry failures.
+"""Barriers and broadcasts of frameworks, extended so that they carry failures.
 
     with meeting_at_barriers(control):
         framework.save(path)          on every rank: writes, torch.distributed.barrier(), writes, ...
 
-A framework's bare barrier waits for a rank that has failed until the process group gives up. Inside
-the block, on this thread, it is a step of the control plane: what one rank raised, anywhere in the
-block, the others raise at their next barrier or at the end.
+If a rank has failed, a framework's own barrier waits for it until the process group gives up. Inside the block,
+on this thread, the barrier is a step of the control plane: if one rank raises an error anywhere in the block, the
+others raise it at their next barrier or at the end.
 
     value = from_rank_zero(rank, strategy.broadcast, lambda: write(...))
 
@@ -31,10 +31,11 @@ __all__ = [
 
 @contextlib.contextmanager
 def meeting_at_barriers(control: Control) -> Iterator[None]:
-    """Collective to leave. The rank that failed raises its own error, the others a CollectiveError.
+    """Make the barriers in the block carry failures. Collective to leave.
 
-    Barriers of other threads, and of subgroups, stay what they are. Other collectives inside are not
-    covered: a rank that fails before one leaves the others in it.
+    The rank that failed raises its own error, the others a CollectiveError. Barriers of other
+    threads, and of subgroups, are not changed. Other collectives in the block are not covered: a
+    rank that fails before one leaves the others in it.
     """
     mine, told = threading.get_ident(), False
 
@@ -73,10 +74,10 @@ T = TypeVar("T")
 
 
 def from_rank_zero(rank: int, broadcast: Callable[[Any], Any], act: Callable[[], T]) -> T:
-    """Collective. Rank 0 acts, every rank returns what that returned (it is pickled).
+    """Run ``act`` on rank 0 and return its result, which is pickled, on every rank. Collective.
 
-    broadcast: gives every rank what rank 0 passed. Where rank 0 fails, it raises its own error and the
-    others a CollectiveError that tells it.
+    broadcast: Gives every rank the value that rank 0 passed. If rank 0 fails, it raises its own
+    error, and the others raise a CollectiveError with the same message.
     """
     told: Any = None
     if rank == 0:

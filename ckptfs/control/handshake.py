@@ -1,22 +1,22 @@
-"""The handshake: all ranks agree on a fresh name for their keys, whatever an older run left behind.
+"""The handshake: all ranks agree on a new name for their keys, whatever an older run left behind.
 
-A store outlives the processes that use it (torchrun's agent keeps it across restarts), so the keys
-under fixed names prove nothing; only a nonce that this process has just drawn does.
+A store outlives the processes that use it (torchrun's agent keeps it across restarts), so keys under
+fixed names prove nothing. Only a nonce that this process has just drawn proves that the peer is alive.
 
     rank r    hello/<r> = nonce_r, version, World                                (a fixed name)
     rank 0    reads all hellos, draws the control's nonce C
               welcome/<nonce_r>/<i> = C  for each r, the i-th offer;   then <C>/table = all Worlds
     rank r    finds the key that holds its own nonce, answers  ack/<C>/<r>, waits for go/<C>
-    rank 0    all acked, no hello has changed meanwhile        go/<C> = "go"
-              a hello has changed: it was a dead process's      go/<C> = "again", next offer
+    rank 0    all acked, no hello has changed since            go/<C> = "go"
+              a hello has changed: its process was dead         go/<C> = "again", next offer
 
-Nobody passes alone: "go" needs the answer of every nonce in the offer, and an answer needs a living
-process that drew it. Every other key of the control lies under C and never existed before. The
-format of hello is for all versions: it is how different versions find out that they differ.
+No rank passes alone: "go" needs an answer for every nonce in the offer, and only the living process that drew
+the nonce can answer. All other keys of the control are under C and never existed before. All versions have the
+same format of hello: by it different versions find out that they differ.
 
-The table of all ranks is one value that each of them reads. With thousands of ranks its size counts once for
-each, so it is packed: of rows that differ in few places little is left, and what only the coordinator
-needs (a nonce, a version) is not in it. All ranks run the same version when they read it.
+The table of all ranks is one value that each rank reads. With thousands of ranks it is read thousands of times, so
+it is compressed, which works well because its rows differ in few places, and it does not contain what only the
+coordinator needs (a nonce, a version). All ranks run the same version when they read it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ _ROW_BYTES = 16 << 10  # of one rank: a few names of a host, at most 4 KiB of th
 
 
 def encode_table(hellos: Sequence[Mapping[str, Any]]) -> bytes:
-    """hellos: of every rank in order, each with its ``world`` and its ``life`` (or None)."""
+    """Encode the table of all ranks.
+
+    hellos: The hello of every rank in order, each with its ``world`` and its ``life`` (or None).
+    """
     names = [*hellos[0]["world"]]
     rows = [[*(hello["world"][name] for name in names), hello["life"]] for hello in hellos]
     return zlib.compress(json.dumps({"names": names, "rows": rows}).encode())
 
 
 def decode_table(data: bytes, ranks: int) -> list[dict[str, Any]]:
-    """The inverse: ``world`` and ``life`` of so many ranks. StateError where it is none of theirs."""
+    """Decode ``world`` and ``life`` of this number of ranks. StateError if it is no such table."""
     inflating = zlib.decompressobj()
     try:
         text = inflating.decompress(data, ranks * _ROW_BYTES)
@@ -71,15 +74,15 @@ def decode_table(data: bytes, ranks: int) -> list[dict[str, Any]]:
 
 
 _POLL_S = (0.001, 0.05)  # from, to
-# How often rank 0 asks whether a rank that does not answer was a dead one's hello, and a rank that is not
-# welcomed whether its own hello is still there.
+# How often rank 0 checks whether the hello of a rank that does not answer was a dead process's, and
+# a rank without a welcome checks whether its own hello is still there.
 _DOUBT_S = 0.25
-_GRACE_S = 2.0  # how much longer than rank 0 the others wait: its error names more than theirs
+_GRACE_S = 2.0  # how much longer the others wait than rank 0, which has the better error
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What all ranks agreed on. nonce: the prefix of all further keys."""
+    """The result of the handshake. nonce: The prefix of all further keys."""
 
     nonce: str
     worlds: tuple[World, ...]
@@ -88,7 +91,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where and for how long this rank meets the others."""
+    """How this rank meets the others, and for how long."""
 
     client: StoreClient
     base: str
@@ -113,9 +116,11 @@ def meet(
     timeout_s: float,
     version: str = __version__,
 ) -> Meeting:
-    """Agree with the other ranks of ``base``. ``prepare(store, nonce)`` runs before "go" anywhere.
+    """Agree with the other ranks of ``base``. ``prepare(store, nonce)`` runs before any "go".
 
-    DeadlineError: ranks that did not come within timeout_s. CollectiveError: versions differ.
+    Raises:
+        DeadlineError: Some ranks did not come within timeout_s.
+        CollectiveError: The versions of ckptfs differ.
     """
     grace_s = _GRACE_S if world.rank else 0.0
     place = _Place(
@@ -149,7 +154,8 @@ def _lead(place: _Place, own: Mapping[str, Any], prepare: Callable[[Any, str], N
         data = encode_verdict(Verdict(value=nonce))
         for rank in others:
             _welcome(place, hellos[rank], offers, data)
-        # Last: who finds no table blames rank 0, and not those whom it died before it welcomed.
+        # Last: a rank that finds no table blames rank 0, and not ranks that rank 0 did not welcome
+        # before it died.
         place.call(lambda store: put(store, _table(place, nonce), encode_table(table)))  # noqa: B023
         if _await_acks(place, nonce, hellos, offers):
             break
@@ -177,7 +183,10 @@ def _await_acks(
     hellos: Mapping[int, Mapping[str, Any]],
     offers: Counter[str],
 ) -> bool:
-    """True: every rank answered this offer. False: one of its hellos was stale; offer again."""
+    """Wait until every rank has answered this offer.
+
+    Returns False if a hello was stale, so that another offer is needed.
+    """
     keys = {rank: _ack(place, nonce, rank) for rank in hellos}
     acked: set[int] = set()
     stale: set[int] = set()
@@ -198,7 +207,7 @@ def _await_acks(
         _say_go(place, nonce, Verdict(error=error))
         raise error
     if stale:
-        # Those who answered wait for the next offer. A stale nonce's key has no reader.
+        # The ranks that answered wait for the next offer. The key of a stale nonce has no reader.
         _say_go(place, nonce, Verdict(value="again"))
         for rank in stale:
             key = _welcome_key(place, hellos[rank], offers, -1)
@@ -208,7 +217,10 @@ def _await_acks(
 
 
 def _present(store: Any, keys: Mapping[int, str], known: Collection[int]) -> list[int]:
-    """Ranks whose key exists and is not known yet; one question where all of them are there."""
+    """Return the ranks that have an existing key and are not known yet.
+
+    It takes one request if all keys exist.
+    """
     missing = {rank: key for rank, key in keys.items() if rank not in known}
     if not missing or store.check(list(missing.values())):
         return list(missing)
@@ -220,11 +232,14 @@ def _changed(store: Any, key: str, hello: Mapping[str, Any]) -> bool:
 
 
 def _finish(store: Any, place: _Place, nonce: str) -> None:
-    """Tidy, then let everybody go: after "go" a rank may open the next control on this base."""
+    """Delete the hellos, then write "go".
+
+    After "go" a rank may open the next control on this base.
+    """
     for rank in range(1, place.size):
         store.delete_key(place.hello(rank))
     offer(store, _go(place, nonce), encode_verdict(Verdict(value="go")))
-    # Not before: by its answer a rank is not blamed where this one dies meanwhile.
+    # Only after "go": while the answers exist, the ranks that wrote them are not blamed if this one dies.
     for rank in range(1, place.size):
         store.delete_key(_ack(place, nonce, rank))
 
@@ -235,7 +250,7 @@ def _refuse(
     offers: Counter[str],
     error: CkptfsError,
 ) -> None:
-    """Tell everybody who said hello, and raise."""
+    """Send the error to every rank that said hello, and raise it."""
     data = encode_verdict(Verdict(error=error))
     for rank, hello in hellos.items():
         place.call(lambda s: s.delete_key(place.hello(rank)))  # noqa: B023 - called at once
@@ -255,7 +270,7 @@ def _say_go(place: _Place, nonce: str, verdict: Verdict[Any]) -> None:
 
 
 def _version_error(table: list[Mapping[str, Any]]) -> CkptfsError | None:
-    """The error when not all ranks run one version: their steps would not mean the same."""
+    """Return an error if not all ranks run one version: their steps would not mean the same."""
     versions = [str(hello["version"]) for hello in table]
     if len(set(versions)) == 1:
         return None
@@ -322,8 +337,10 @@ def _await_value(
     silent: Callable[[], tuple[int, ...]],
     hello: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The value of the key. hello: said again where it is gone: an earlier try of this rank that
-    gave up compares before it deletes, and may delete what was said between the two.
+    """Return the value of the key, once it exists.
+
+    hello: This rank's hello, written again if it is gone. An earlier try of this rank that gave up
+    compares before it deletes, and may delete a hello that was written between the two.
     """
     next_doubt = time.monotonic() + _DOUBT_S
 
@@ -365,8 +382,10 @@ def _late(place: _Place, ranks: tuple[int, ...]) -> DeadlineError:
 
 
 def _poll(place: _Place, look: Callable[[Any], bool]) -> bool:
-    """Ask the store until the answer is yes; False at the deadline. No wait of c10d: its expiry
-    could not be told from a lost connection without reading its text.
+    """Call ``look`` until it returns True; return False at the deadline.
+
+    It does not use a wait of c10d: without reading its text, an expired wait cannot be
+    distinguished from a lost connection.
     """
     pause_s = _POLL_S[0]
     while not place.call(look):

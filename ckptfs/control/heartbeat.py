@@ -1,28 +1,28 @@
-"""Heartbeats: who is alive, who is silent, who is dead; one thread per process and control.
+"""Heartbeats: which ranks are alive, silent or dead; one thread per process and control.
 
-    every rank, every 2 s     beat/<rank> = a number that grows, and what its storage is stuck at
-    the coordinator           reads all beats, publishes who is silent, who is stuck:    watch
-    the others                read watch; one that stands still is the coordinator's own silence
-    every rank, twice a s     looks at the processes of its node (pid and start time in /proc);
+    every rank, every 2 s     beat/<rank> = a number that grows, and the call that its storage is stuck in
+    the coordinator           reads all beats, publishes which ranks are silent or stuck:    watch
+    the others                read watch; if it does not change, the coordinator itself is silent
+    every rank, twice a s     checks the processes of its node (pid and start time in /proc);
                               one that is gone is written to dead/<i>, which all ranks read,
                               unless its last beat says that it had left
 
-So each rank reads a fixed number of keys, whatever the world's size. A rank silent for 10 s is
-named in every rank's log; what ends a waiting call is ``Monitor.alarm()``: a dead process, a
-silence of ``timeout_s``, or a store that is gone. Silence is counted on the observer's clock and
-only while the observer itself runs: one that was frozen accuses nobody when it wakes up.
+So each rank reads a fixed number of keys, whatever the world's size. A rank that is silent for 10 s is named in
+every rank's log. ``Monitor.alarm()`` ends a waiting call: because of a dead process, a silence of ``timeout_s``, or
+a store that is gone. Silence is counted on the observer's clock and only while the observer itself runs: an observer
+that was frozen reports no other rank as silent when it wakes up.
 
-A rank may be silent in another way: its heart beats, and its part of a step waits for one system call
-that never returns, in a hard mount whose server is gone. That ends a waiting call of the same control.
+A rank may also hang while its heartbeat continues: its part of a step waits for one system call that never returns,
+in a hard mount of a server that is gone. That ends a waiting call of the same control.
 
     with Hanging.working(keys, tell):     a part of a step, on any thread
         local()
-    Hanging.at(elapsed_s)                 at every beat, what is stuck: nothing as long as all moves, else
-                                          by control {prefix: (step, "fsync of /nfs/run/... has not
-                                          returned for 600 s")}
+    Hanging.at(elapsed_s)                 at every beat, the stuck parts, by control: {prefix: (step,
+                                          "fsync of /nfs/run/... has not returned for 600 s")};
+                                          empty as long as all of them progress
 
-Only system calls of that part count, on its own thread or on one that was handed a piece of it: a chore
-beside it may hang as long as it likes, and so may the step of another control.
+Only system calls of that part count, on its own thread or on a thread that does a piece of it. A background task of
+the same process may hang for any time, and so may the step of another control.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LEFT = "left"  # the last beat of a rank that closed its control
 
 @dataclass(frozen=True, slots=True)
 class Tempo:
-    """How often, in seconds: beats, looks at the node's processes, and when silence is logged."""
+    """How often, in seconds, to beat and to check the node's processes, and when to log silence."""
 
     beat_s: float = 2.0
     look_s: float = 0.5
@@ -71,16 +71,17 @@ class Tempo:
 
     @staticmethod
     def within(timeout_s: float) -> Tempo:
-        """The usual tempo, faster where timeout_s is too short for it."""
+        """Return the usual tempo, or a faster one if timeout_s is too short for it."""
         return Tempo(min(2.0, timeout_s / 5), min(0.5, timeout_s / 10), min(10.0, timeout_s / 2))
 
 
 class Pulses:
-    """How long each rank has been silent. Pure: numbers in, seconds out; the clock is the caller's.
+    """Counts how long each rank has been silent. Pure: the caller has the clock.
 
-    A rank whose beat is LEFT has said goodbye and is never silent.
+    A rank with the beat LEFT has said goodbye and is never silent.
 
-    longest_tick_s: no tick counts for more, so that a frozen observer does not accuse the others.
+    longest_tick_s: No tick counts for more, so that an observer that was frozen does not report the
+    others.
     """
 
     def __init__(self, ranks: Sequence[int], longest_tick_s: float) -> None:
@@ -89,7 +90,7 @@ class Pulses:
         self._silent_s = dict.fromkeys(ranks, 0.0)
 
     def tick(self, elapsed_s: float, beats: Mapping[int, str]) -> None:
-        """So much time has passed, and these are the beats now."""
+        """Count ``elapsed_s`` seconds, with these beats now."""
         counted_s = min(elapsed_s, self._longest_tick_s)
         for rank in self._silent_s:
             beat = beats.get(rank, "")
@@ -98,14 +99,14 @@ class Pulses:
             self._beats[rank] = beat
 
     def silent(self, at_least_s: float) -> dict[int, float]:
-        """Ranks silent for that long or longer, with their silence in seconds."""
+        """Return the ranks that are silent for at least that long, with the seconds of silence."""
         return {rank: s for rank, s in self._silent_s.items() if s >= at_least_s}
 
 
 class Patience:
-    """How long one and the same thing has gone on. Pure: the clock is the caller's.
+    """Counts how long one call has lasted. Pure: the caller has the clock.
 
-    longest_tick_s: no tick counts for more: who was frozen has not waited.
+    longest_tick_s: No tick counts for more: a process that was frozen has not waited.
     """
 
     def __init__(self, longest_tick_s: float) -> None:
@@ -114,7 +115,10 @@ class Patience:
         self._waited_s = 0.0
 
     def tick(self, elapsed_s: float, thing: object) -> float:
-        """So much time has passed, and this goes on now (None: nothing does); for how long, in seconds."""
+        """Count ``elapsed_s`` seconds and return how long the current call has lasted, in seconds.
+
+        thing: The current call; None if there is none.
+        """
         same = thing is not None and thing == self._thing
         self._waited_s = self._waited_s + min(elapsed_s, self._longest_tick_s) if same else 0.0
         self._thing = thing
@@ -134,9 +138,11 @@ class _Part:
 
 
 class Hanging:
-    """The parts of steps that this process works at. ``at`` from one thread, ``working`` from any.
+    """The parts of steps that this process is working at.
 
-    timeout_s: the longest system call that is no fault. longest_tick_s: as of ``Patience``.
+    ``at`` is called from one thread, ``working`` from any.
+
+    timeout_s: A system call that takes longer is a fault. longest_tick_s: As for ``Patience``.
     """
 
     def __init__(self, timeout_s: float, longest_tick_s: float) -> None:
@@ -146,10 +152,11 @@ class Hanging:
 
     @contextlib.contextmanager
     def working(self, keys: StepKeys, tell: Tell) -> Iterator[None]:
-        """This thread does its part of a step: what it waits for now, others wait for too.
+        """Inside the block, this thread does its part of a step, and other ranks wait for it.
 
-        tell: called once, on a thread of its own, if that is one system call for timeout_s: at what
-        it hangs, and who says whether the part is still at work.
+        tell: Called once, on a thread of its own, if the part waits for one system call for
+        timeout_s. It gets a text about that call, and a function that says whether the part is
+        still running.
         """
         with in_task(new_task()) as part:
             self._parts[part] = _Part(keys, tell, Patience(self._longest_tick_s))
@@ -159,7 +166,7 @@ class Hanging:
                 self._parts.pop(part, None)
 
     def at(self, elapsed_s: float) -> Stuck:
-        """So much time has passed since the last call; what the parts hang at."""
+        """Count ``elapsed_s`` seconds since the last call. Returns what the parts are stuck in."""
         stuck: Stuck = {}
         for number, part in list(self._parts.items()):
             waited = oldest_call(number)
@@ -168,7 +175,7 @@ class Hanging:
                 part.is_reported = False
                 continue
             text = f"{waited.text} has not returned for {waited_s:.0f} s"
-            # A name that is no text would not travel.
+            # A name that is no valid text could not be sent.
             text = text.encode("utf-8", "backslashreplace").decode()
             stuck[part.keys.prefix] = part.keys.number, text
             part.is_reported = part.is_reported or self._report(number, part, text)
@@ -193,8 +200,12 @@ log = logging.getLogger("ckptfs.control")
 
 @dataclass(frozen=True)
 class Alarm:
-    """Why a waiting call must end: processes that are gone, ranks whose storage does not answer, or
-    that are silent themselves, for too long.
+    """Why a waiting call must end.
+
+    Attributes:
+        dead: Ranks with processes that are gone.
+        silent: Ranks that are silent for too long.
+        stuck: Ranks with storage that does not answer.
     """
 
     dead: Mapping[int, str] = field(default_factory=dict)
@@ -202,11 +213,11 @@ class Alarm:
     stuck: Mapping[int, str] = field(default_factory=dict)
 
     def names(self, rank: int) -> bool:
-        """True when that rank is one of them."""
+        """Whether that rank is one of them."""
         return rank in self.dead or rank in self.silent or rank in self.stuck
 
     def error(self, label: str, worlds: Sequence[World], timeout_s: float) -> CkptfsError:
-        """The error that the step ``label`` ends with."""
+        """Return the error that the step ``label`` ends with."""
         if self.dead:
             kind = "ckptfs.errors.CollectiveError"
             failures = {r: Failure(r, worlds[r].node, kind, why) for r, why in self.dead.items()}
@@ -235,7 +246,7 @@ class Alarm:
 
 @dataclass
 class _VisitResult:
-    """What one visit to the store brought back. left: suspects that had said goodbye before."""
+    """The result of one visit to the store. left: Suspects that had said goodbye before."""
 
     left: set[int]
     beats: dict[int, str]
@@ -245,16 +256,16 @@ class _VisitResult:
 
 
 def first_beat(store: Any, prefix: str, rank: int) -> None:
-    """Write a rank's keys before anybody reads them: a read of a missing key blocks."""
+    """Write a rank's keys before any rank reads them: reading a missing key blocks."""
     store.set(f"{prefix}/beat/{rank}", "0")
     if rank == 0:
         store.set(f"{prefix}/watch", "[0, {}, {}]")
 
 
 class Monitor:
-    """The heartbeat thread of one control, and what it knows. ``alarm()`` from any thread.
+    """The heartbeat thread of one control, and its results. Any thread may call ``alarm()``.
 
-    hanging: is told of the parts of steps that this process works at.
+    hanging: The parts of steps that this process is working at.
     """
 
     def __init__(
@@ -297,29 +308,31 @@ class Monitor:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to beat; every rank has written its first beat."""
+        """Begin to beat. Every rank has written its first beat by then."""
         self._thread = threading.Thread(
             target=self._run, name=f"ckptfs-heartbeat-{self._rank}", daemon=True
         )
         self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more; returns when no further key is written, or after 2 s of a hanging store."""
+        """Stop beating. Returns when no further key is written, or after 2 s of a hanging store."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(2.0)
 
     def write_last_beat(self, store: Any) -> None:
-        """Write the last beat: a process that ends after this has not died. After ``stop``."""
+        """Write the last beat, after ``stop``: a process that ends later has not died."""
         store.set(f"{self._prefix}/beat/{self._rank}", LEFT)
         if self._rank == 0:
             store.set(f"{self._prefix}/watch", json.dumps([LEFT, {}, {}]))
 
     def alarm(self, keys: StepKeys, waited_s: float = math.inf) -> Alarm | None:
-        """Why a call that has waited for so long in that step must end now, or None. The dead come first:
-        they stay dead. Then those who can say what they are stuck at: whoever is silent cannot.
+        """Return why a call that has waited ``waited_s`` in that step must end now, or None.
+
+        Dead ranks come first, because they stay dead. Stuck ranks come next, because they can say
+        what they are stuck in, and silent ranks cannot.
         """
-        # What a rank was stuck at in an earlier step travels for so long: beat, watch, look.
+        # A report that a rank was stuck in an earlier step takes this long to arrive: beat, watch, read.
         is_fresh = waited_s > 3 * self._tempo.beat_s
         with self._lock:
             if self._dead:
@@ -337,14 +350,14 @@ class Monitor:
 
     @property
     def lost(self) -> ControlPlaneLostError | None:
-        """The store does not answer; nothing can be agreed on any more."""
+        """Return the error if the store does not answer: nothing can be agreed on any more."""
         return self._lost
 
     def with_gone(self, error: ControlPlaneLostError) -> ControlPlaneLostError:
-        """Name the processes of this node that are gone: one of them may have hosted the store."""
+        """Add the processes of this node that are gone: one of them may have hosted the store."""
         deadline = time.monotonic() + 1.0
         gone = self.gone_neighbours()
-        while not gone and time.monotonic() < deadline:  # sockets close before their pid goes
+        while not gone and time.monotonic() < deadline:  # sockets close before their pid disappears
             time.sleep(0.05)
             gone = self.gone_neighbours()
         if not gone:
@@ -358,13 +371,13 @@ class Monitor:
         )
 
     def gone_neighbours(self) -> dict[int, str]:
-        """Look at this node's processes now."""
+        """Check this node's processes now."""
         return {
             rank: "its process is gone" for rank, life in self._neighbours.items() if is_gone(life)
         }
 
     def keys(self) -> list[str]:
-        """Every key of the heartbeats, for whoever leaves last."""
+        """Return every key of the heartbeats, for the last rank to leave."""
         beats = [f"{self._prefix}/beat/{rank}" for rank in range(len(self._worlds))]
         dead = [f"{self._prefix}/dead/{i}" for i in range(self._next_obituary + 1)]
         return [*beats, *dead, f"{self._prefix}/watch"]
@@ -399,14 +412,15 @@ class Monitor:
         return f"rank {rank} on {self._worlds[rank].place}: {why}"
 
     def _visit(self, suspects: AbstractSet[int], elapsed_s: float) -> Callable[[Any], _VisitResult]:
-        """The operation of one beat: write ours, read what concerns us.
+        """Return the operation of one beat: write ours, read what concerns us.
 
-        suspects: processes of this node that have ended; whether they had left, their beat says.
+        suspects: Processes of this node that have ended. Their beat says whether they had left
+        before.
         """
         self._count += 1
         try:
             own = self.hanging.at(elapsed_s)
-        except Exception:  # the heart beats on, whatever there is to say
+        except Exception:  # the heartbeat continues in any case
             log.exception("this rank cannot send its state to the others")
             own = {}
         count, dead, silent = self._count, dict(self._dead), dict(self._silent)
@@ -435,7 +449,7 @@ class Monitor:
         return visit
 
     def _exchange_obituaries(self, store: Any, dead: Mapping[int, str]) -> list[dict[str, str]]:
-        """Read the new ones; write one if we know somebody whom none of them names."""
+        """Read the new obituaries; write one if we know a dead rank that none of them names."""
         found: list[dict[str, str]] = []
         while True:
             key = f"{self._prefix}/dead/{self._next_obituary}"
@@ -456,7 +470,7 @@ class Monitor:
         except ControlPlaneLostError as error:
             self._lost = error
             return
-        except Exception:  # a bug: the next beat may tell more, and this thread has to see to it
+        except Exception:  # a bug: this thread must continue, and the next beat may work
             log.exception("a heartbeat failed")
             return
         self._left |= seen.left

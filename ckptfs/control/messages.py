@@ -1,4 +1,4 @@
-"""The messages of ranks in a step, and the one answer that all of them obey. Pure; no store, no thread.
+"""The messages of ranks in a step, and the one answer that all obey. Pure; no store, no thread.
 
     every rank       local() -> Message(label, value | failure)          attempt
     coordinator      all messages -> decide -> Verdict(value | error)    settle
@@ -6,8 +6,7 @@
 
 ``decide`` may answer ``apart(common, pieces)``: every rank reads ``common``, and each only its piece.
 
-Values travel pickled: they go between processes of one job, which trust each other. Errors never
-do, see ``rank_errors``.
+Values are sent pickled, because the processes of one job trust each other. Errors are not, see ``rank_errors``.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank brings to a step: its value, or how it failed. label "": it has left."""
+    """What one rank sends in a step: its value, or how it failed. label "": it has left."""
 
     label: str
     value: Any = None
@@ -60,24 +59,25 @@ class Message:
 
     @property
     def has_left(self) -> bool:
-        """True for the last word of a rank that will not call again."""
+        """Whether this is the last message of a rank that will not call again."""
         return not self.label
 
 
 @dataclass(frozen=True, slots=True)
 class _Apart:
-    """What all ranks are told, and what each of them alone."""
+    """A value for all ranks, and a piece for each of them."""
 
     common: Any
     pieces: Sequence[Any]
 
 
 def apart(common: C, pieces: Sequence[P] = ()) -> tuple[C, P]:
-    """What ``decide`` returns where each rank needs a piece of its own: on rank r the step returns
-    ``(common, pieces[r])``. Typed as that; only a step can use it.
+    """Make an answer for ``decide`` with a piece for each rank.
 
-    pieces: one for each rank, in order; empty: (common, None). In one value for all, thousands of
-    ranks would read thousands of pieces each.
+    On rank r the step returns ``(common, pieces[r])``. The type is that of the result; only a step
+    can use the value. In one common value, thousands of ranks would read thousands of pieces each.
+
+    pieces: One for each rank, in order. Empty: the step returns (common, None).
     """
     return _Apart(common, pieces)  # type: ignore[return-value] # what the step makes of it
 
@@ -86,8 +86,8 @@ def apart(common: C, pieces: Sequence[P] = ()) -> tuple[C, P]:
 class Verdict(Generic[R]):
     """The answer of a step: a value, or the error that every rank raises.
 
-    final: a rank is gone for good, so every later step ends with this error too, at once. apart: a
-    piece for each rank lies beside it.
+    final: A rank is gone for good, so every later step immediately ends with this error too. apart:
+    There is a piece for each rank next to it.
     """
 
     value: R | None = None
@@ -96,7 +96,7 @@ class Verdict(Generic[R]):
     apart: bool = False
 
     def unwrap(self, cause: BaseException | None = None) -> R:
-        """Return the value or raise the error; ``cause`` is this rank's own failure, if it had."""
+        """Return the value or raise the error. ``cause``: this rank's own failure, if any."""
         if self.error is None:
             return self.value  # type: ignore[return-value] # None is a value too
         if cause is not None and cause is not self.error:
@@ -107,7 +107,7 @@ class Verdict(Generic[R]):
 def attempt(
     label: str, local: Callable[[], T], world: World
 ) -> tuple[Message, BaseException | None]:
-    """Run one rank's part. Whatever it raises is caught, Ctrl-C too: the others must be told."""
+    """Run one rank's part. All exceptions, Ctrl-C too, are caught, because the others must know."""
     try:
         return Message(label, value=local()), None
     except BaseException as error:  # noqa: BLE001 - returned to the caller, who raises it
@@ -117,9 +117,9 @@ def attempt(
 def settle(
     messages: Sequence[Message], decide: Callable[[list[T]], R] | None, worlds: Sequence[World]
 ) -> tuple[Verdict[R], BaseException | None]:
-    """Make the one answer, on the coordinator. Also returns what ``decide`` raised, if it did.
+    """Make the one answer, on the coordinator. Also returns the error that ``decide`` raised.
 
-    Logs what the text of an error leaves out: ranks learn from this answer, once.
+    It logs what the text of an error leaves out, because each answer is made only once.
     """
     verdict, raised = _settled(messages, decide, worlds)
     if verdict.error is not None:
@@ -165,13 +165,13 @@ def _out_of_step(messages: Sequence[Message]) -> CollectiveError:
 
 
 def encode_message(message: Message) -> bytes:
-    """Bytes of what a rank says. An unpicklable value raises whatever pickle raises."""
+    """Encode the message of a rank. An unpicklable value raises the error of pickle."""
     head = {"label": message.label, "failure": asdict(message.failure) if message.failure else None}
     return _pack(head, message.value)
 
 
 def message_by(world: World, message: Message) -> bytes:
-    """``encode_message``; a value that cannot be pickled is that rank's failure, and travels as one."""
+    """Encode the message of a rank; if its value cannot be pickled, that is the rank's failure."""
     try:
         return encode_message(message)
     except Exception as error:  # noqa: BLE001 - pickle raises anything
@@ -179,28 +179,27 @@ def message_by(world: World, message: Message) -> bytes:
 
 
 def decode_message(data: bytes) -> Message:
-    """The inverse of ``encode_message``. Only for bytes of this job's own ranks: it unpickles."""
+    """Decode a message. Only for bytes of this job's own ranks, because it unpickles."""
     head, body = _unpack(data)
     failure = Failure(**head["failure"]) if head["failure"] else None
     return Message(head["label"], None if failure else pickle.loads(body), failure)  # noqa: S301 - peers of one job
 
 
 def encode_verdict(verdict: Verdict[Any]) -> bytes:
-    """Bytes of the answer. An unpicklable value raises whatever pickle raises."""
+    """Encode the answer. An unpicklable value raises the error of pickle."""
     error = error_fields(verdict.error) if verdict.error else None
     head: dict[str, Any] = {"error": error, "final": verdict.final}
     if verdict.apart:
         head["apart"] = True
     value = verdict.value
     if isinstance(value, list) and value and all(v is None for v in value):
-        # Of a step that was a barrier every rank reads this: spelled out, thousands of ranks would
-        # read thousands of Nones each.
+        # If a step was only a barrier, every rank reads this instead of thousands of Nones.
         head["nothings"], value = len(value), None
     return _pack(head, value)
 
 
 def decode_verdict(data: bytes) -> Verdict[Any]:
-    """The inverse of ``encode_verdict``. Only for bytes of this job's own ranks: it unpickles."""
+    """Decode an answer. Only for bytes of this job's own ranks, because it unpickles."""
     head, body = _unpack(data)
     if head["error"]:
         return Verdict(error=error_from(head["error"]), final=head["final"])
@@ -210,7 +209,7 @@ def decode_verdict(data: bytes) -> Verdict[Any]:
 
 
 def for_rank(verdict: Verdict[Any], rank: int) -> Verdict[Any]:
-    """What a rank is told, where nothing has to travel."""
+    """Return the verdict of one rank if nothing has to be sent."""
     told = verdict.value
     if not isinstance(told, _Apart):
         return verdict
@@ -218,9 +217,10 @@ def for_rank(verdict: Verdict[Any], rank: int) -> Verdict[Any]:
 
 
 def split(verdict: Verdict[Any]) -> tuple[Verdict[Any], Iterator[bytes]]:
-    """What all ranks read, and each one's piece in order of rank; none where the answer is one for all.
+    """Return the verdict for all ranks, and the encoded piece of each rank in order.
 
-    A piece is encoded when it is asked for: of hundreds of nodes each may get a whole manifest.
+    There are no pieces if the answer is one for all. A piece is encoded when it is used, because
+    each of hundreds of nodes may get a whole manifest.
     """
     told = verdict.value
     if not isinstance(told, _Apart) or not told.pieces:
@@ -230,7 +230,10 @@ def split(verdict: Verdict[Any]) -> tuple[Verdict[Any], Iterator[bytes]]:
 
 
 def joined(verdict: Verdict[Any], piece: bytes) -> Verdict[Any]:
-    """The inverse of ``split`` on one rank. Only for bytes of this job's own ranks: it unpickles."""
+    """Add the piece of one rank to the verdict.
+
+    Only for bytes of this job's own ranks, because it unpickles.
+    """
     value = (verdict.value, pickle.loads(piece))  # noqa: S301 - peers of one job
     return replace(verdict, value=value, apart=False)
 

@@ -1,8 +1,8 @@
-"""The error of another rank: how it travels, and how one text names all ranks that failed.
+"""The error of another rank: how it is sent, and how one text names all ranks that failed.
 
-An exception class with an ``__init__`` of its own kills whoever unpickles it, so an error never travels
-pickled. It travels as class path, message, errno and traceback text, and arrives as a class of
-``ckptfs.errors``.
+Unpickling an exception can fail if its class has an ``__init__`` of its own, and that would end the receiving rank.
+So an error is never sent pickled. It is sent as class path, message, errno and traceback text, and becomes an error
+of ``ckptfs.errors``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ckptfs.uri import mask_credentials
 
 __all__ = ["collective_error", "error_fields", "error_from", "failure_of", "log_left_out"]
 
-_TRACEBACK_CHARS = 8000  # the end of a traceback says what failed; the store is no log
-# What is spelled out in a message; ``failures`` holds all of it.
+_TRACEBACK_CHARS = 8000  # the end of a traceback shows the error; the store is no log
+# How much is shown in a message; ``failures`` holds all of it.
 _SHOWN = 4  # kinds of failure
 _SHOWN_RANKS = 8
 _SHOWN_HOSTS = 3
@@ -32,7 +32,7 @@ logger = logging.getLogger("ckptfs.control")
 
 
 def failure_of(error: BaseException, world: World) -> Failure:
-    """Describe an exception of this process as text; credentials masked."""
+    """Describe an exception of this process as text, with credentials masked."""
     cls = type(error)
     kind = _known_class(cls) if isinstance(error, CkptfsError) else cls
     text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
@@ -55,9 +55,9 @@ def failure_of(error: BaseException, world: World) -> Failure:
 def collective_error(
     label: str, failures: Mapping[int, Failure], worlds: Sequence[World]
 ) -> CollectiveError:
-    """The error of a step that failed on these ranks: names ranks, places, nodes and messages.
+    """Return the error of a step that failed on these ranks: ranks, places, nodes and messages.
 
-    Pure: whoever waits may make it many times before it is anybody's answer.
+    Pure: a waiting rank may make it many times before one becomes the answer of the step.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in sorted(failures.items()):
@@ -73,11 +73,11 @@ def collective_error(
             failures=dict(sorted(failures.items())),
             rank=next(iter(failures)) if len(failures) == 1 else None,
             node=next(iter(nodes)) if len(nodes) == 1 else None,
-            # Of the rank whose file the text names: who holds what is missing there.
+            # The hint of the rank with the file that the text names: it says who holds the missing file.
             hint=failures[min(failures)].hint if failures else None,
         )
 
-    # What to do is worth more than what a third rank met: its line goes before the hint does.
+    # The hint is worth more than the error of a third rank, so that rank's sentence is left out first.
     longest = min(len(sentences), _SHOWN)
     choices = [showing(count) for count in range(longest, min(longest, 1) - 1, -1)]
     error = next((e for e in choices if e.hint and e.hint in str(e)), choices[0])
@@ -86,8 +86,10 @@ def collective_error(
 
 
 def _what_failed(failure: Failure) -> str:
-    """Equal for ranks that met the same: what a storage answered is told by the type, and elsewhere
-    ranks differ in their numbers.
+    """Return a text that is equal for ranks with the same error.
+
+    For an answer of a storage, the type is enough. In other messages, ranks differ only in their
+    numbers.
     """
     kind = getattr(errors, failure.type.removeprefix(f"{errors.__name__}."), None)
     if isinstance(kind, type) and issubclass(kind, StorageError) and kind is not StorageError:
@@ -98,7 +100,10 @@ def _what_failed(failure: Failure) -> str:
 def _sentence_of(
     ranks: Sequence[int], failures: Mapping[int, Failure], worlds: Sequence[World]
 ) -> str:
-    """Ranks that met the same: who and where, and what the first of them met, its file named once."""
+    """Return a sentence about ranks with the same error: their places, and the first one's message.
+
+    The message contains its file only once.
+    """
     first = failures[ranks[0]]
     if len(ranks) == 1:
         who = f"rank {ranks[0]} on {worlds[ranks[0]].place}"
@@ -116,9 +121,9 @@ def _few(things: Sequence[object], shown: int) -> str:
 
 
 def log_left_out(error: CkptfsError, worlds: Sequence[World]) -> None:
-    """One record with every failure in full, where the text of the error does not have them all.
+    """Log all failures in full, if the text of the error does not contain them all.
 
-    For whoever makes it the answer of a step.
+    For the process that makes the error the answer of a step.
     """
     failures = getattr(error, "failures", {})
     text = str(error)
@@ -133,7 +138,7 @@ def log_left_out(error: CkptfsError, worlds: Sequence[World]) -> None:
 
 
 def _note(error: CkptfsError, origin: str = "") -> None:
-    """Add the first remote traceback: without it nobody learns where a far rank failed."""
+    """Add the first remote traceback: without it, it is unknown where a remote rank failed."""
     failures = getattr(error, "failures", {})
     first = next((f for f in failures.values() if f.traceback), None)
     text = origin or (f"rank {first.rank}:\n{first.traceback}" if first else "")
@@ -142,8 +147,8 @@ def _note(error: CkptfsError, origin: str = "") -> None:
 
 
 def _known_class(cls: type[BaseException]) -> type[BaseException]:
-    """The nearest class that every rank has: the first of ``ckptfs.errors`` in the ancestry."""
-    # Not by the name of its module: what is also another type is called as the class that it is of.
+    """Return the nearest class that every rank has: the first ancestor in ``ckptfs.errors``."""
+    # Not by the name of its module: a class that is derived from two types has the name of the known one.
     known: type[BaseException] = next(
         c for c in cls.__mro__ if getattr(errors, c.__name__, None) is c
     )
@@ -151,7 +156,7 @@ def _known_class(cls: type[BaseException]) -> type[BaseException]:
 
 
 def error_fields(error: CkptfsError) -> dict[str, Any]:
-    """What of an error travels, as JSON values."""
+    """Return the parts of an error that are sent, as JSON values."""
     fields = {k: v for k, v in vars(error).items() if not k.startswith("__") and k != "failures"}
     failures = getattr(error, "failures", {})
     return {
@@ -172,7 +177,7 @@ def _is_plain(value: object) -> bool:
 
 
 def error_from(described: Mapping[str, Any]) -> CkptfsError:
-    """The inverse of ``error_fields``: an error of a class of ``ckptfs.errors``, with a remote traceback."""
+    """Decode an error to a class of ``ckptfs.errors``, with a remote traceback."""
     cls = getattr(errors, str(described["class"]))
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in described["fields"].items()}
     error: CkptfsError

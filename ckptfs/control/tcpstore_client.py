@@ -2,31 +2,31 @@
 
     caller's thread --submit(op)--> daemon thread: op(store) --Future--> caller, with a deadline
 
-A blocked wait blocks every thread of its connection, and a frozen host held a wait of 2 s for 14 s: so
-an operation that may wait has a connection alone, and its caller waits for the thread, never for the
-store. Waits have no timeout of their own (each expiry prints a warning from C++): what ends them early
-is a write of the key that they wait for.
+A blocked wait blocks every thread of its connection, and a frozen host once made a wait of 2 s last 14 s. So
+an operation that may wait has a connection to itself, and its caller waits for the thread, never for the
+store. Waits have no timeout of their own (each expiry prints a warning from C++). To end a wait early, the
+key that it waits for is written.
 
     put / take     values of any size under a key, in chunks below 1 MiB (8 MiB kills a connection)
-    offer          the same, once: the first one wins and everybody reads the winner
+    offer          the same, once: the first one wins and every rank reads the winner
 
 Connections are made once for all clients of a process and lent for one operation:
 
-    pool = pool_of(source)                None: it is no store of connections, or cannot be kept track of
+    pool = pool_of(source)                None if the store has no connections, or cannot be tracked
     store = pool.shared(source)           for operations that never wait; all threads use this one
     store = pool.own(source)              for one that may wait for a key, the caller's alone; then
-    pool.give(store)                      keep it; or, where something broke, pool.drop(store)
+    pool.give(store)                      keep it; or, if something broke, pool.drop(store)
 
-A store's server has one thread. It looks up the name of every peer that connects before it serves anybody
-else, and where an answer of the name server is lost that takes 5 s. So the first call of a process makes
-the connections that all later ones use: the shared one, and one for each of a few threads that wait at
-the same time. What is kept goes with the store that it was cloned from. The child of a fork keeps nothing
-of its parent's: two processes would talk over one connection.
+A store's server has one thread. It looks up the name of every peer that connects before it serves any other
+client, and if an answer of the name server is lost, that takes 5 s. So the first call of a process makes the
+connections that all later calls use: the shared one, and one for each of a few threads that wait at the same
+time. The connections are kept as long as the store that they were cloned from. The child of a fork keeps none
+of its parent's: two processes would use one connection.
 
     <prefix>/<k>/in/<r>     the value of rank r                          arrive, gather
                  arrived    how many have; the last sets "all"
                  all        wakes the coordinator
-                 claim      "decide" (coordinator) or "alarm" (anybody), once
+                 claim      "decide" (coordinator) or "alarm" (any rank), once
                  for/<r>    rank r's own piece of it, if it has pieces    offer_verdict, take_piece, drop_piece
                  verdict    the answer, once                              offer_verdict, end
                  acks       how many have read it; the last sets "acked"  acknowledge
@@ -68,28 +68,30 @@ __all__ = [
     "wait_for",
 ]
 
-# How many threads of a process wait for other ranks at the same time: a call, a save in the background,
-# a manager's copies and its word on when to save. Another one makes a connection more, kept too.
+# How many threads of a process wait for other ranks at the same time: a call, a save in the
+# background, a manager's copies and its decision when to save. One more thread makes one more
+# connection, which is kept too.
 WAITING = 4
 
 
 class ConnectionPool:
-    """The connections to one store. Any thread may call it; the store is handed in, never kept alive.
+    """The connections to one store. Any thread may call it. It does not keep the store alive.
 
-    idle_s: a connection that nobody used for so long may have been cut, by a firewall say.
+    idle_s: A connection that was not used for this long may have been cut, for example by a
+    firewall.
     """
 
     def __init__(self, idle_s: float = 10.0) -> None:
         self.idle_s = idle_s
         self._lock = threading.Lock()
-        self._connecting = threading.Lock()  # or two threads would each make all of them
+        self._connecting = threading.Lock()  # otherwise two threads could each make all of them
         self._is_filled = False
         self._shared: Any = None
         self._shared_used = 0.0
         self._idle: list[tuple[Any, float]] = []  # and since when
 
     def own(self, source: Any) -> Any:
-        """A connection that is the caller's alone until it gives it back."""
+        """Return a connection that only the caller uses until it gives it back."""
         store = self._take()
         if store is None:
             with self._connecting:
@@ -105,7 +107,7 @@ class ConnectionPool:
             self._idle.append((store, time.monotonic()))
 
     def shared(self, source: Any) -> Any:
-        """The connection that all threads share, until one of them says that it is broken."""
+        """Return the connection that all threads share, until one of them reports it broken."""
         store = self._common()
         if store is None:
             with self._connecting:
@@ -117,13 +119,13 @@ class ConnectionPool:
         return store
 
     def drop(self, store: Any) -> None:
-        """Hand a broken one out no more."""
+        """Stop using a broken connection."""
         with self._lock:
             if self._shared is store:
                 self._shared = None
 
     def _fill(self, source: Any) -> None:
-        """The first operation of the process makes all of them: no later call connects again."""
+        """Make all connections at the first operation, so that no later call connects again."""
         if not self._is_filled:
             shared = _torch.clone_store(source)
             own = [_torch.clone_store(source) for _ in range(WAITING)]
@@ -132,7 +134,7 @@ class ConnectionPool:
                 self.give(store)
 
     def _take(self) -> Any:
-        """An idle connection that answers; None: there is none."""
+        """Return an idle connection that answers, or None."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -142,7 +144,7 @@ class ConnectionPool:
                 return store
 
     def _common(self) -> Any:
-        """The shared connection if it answers; None: there is none."""
+        """Return the shared connection if it answers, or None."""
         store = self._shared
         if store is not None and not self._answers(store, self._shared_used):
             self.drop(store)
@@ -150,7 +152,7 @@ class ConnectionPool:
         return store
 
     def _answers(self, store: Any, since: float) -> bool:
-        """Whether a connection that was idle, perhaps for hours, was not cut in between."""
+        """Whether an idle connection still works. It may have been cut in the meantime."""
         if time.monotonic() - since < self.idle_s:
             return True
         try:
@@ -161,7 +163,7 @@ class ConnectionPool:
 
 
 class _Kept:
-    """What this process keeps, by store."""
+    """The connection pools of this process, by store."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -182,7 +184,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def pool_of(source: Any) -> ConnectionPool | None:
-    """The connections to a store; None where clients of it are no connections."""
+    """Return the connections to a store, or None if its clients have no connections."""
     if not _torch.is_networked(source):
         return None
     with _kept.lock:
@@ -193,16 +195,16 @@ T = TypeVar("T")
 _Job = tuple["Future[Any]", Callable[[Any], Any], bool]
 
 CHUNK_BYTES = (1 << 20) - 4096  # with its header and key below 1 MiB
-_MOST_CHUNKS = 4096  # nearly 4 GiB: more is no plan of any save, and was made up to take memory
+_MOST_CHUNKS = 4096  # nearly 4 GiB: no save sends more, a larger count is forged
 _AT_ONCE = 32  # keys of one request, so that its answer stays below 32 MiB
-_ABSENT = b"ckptfs/absent"  # no value begins so; what a store answers of a key that is missing
+_ABSENT = b"ckptfs/absent"  # no value begins so; the answer of the store for a missing key
 _LONG = timedelta(days=20)  # c10d counts milliseconds in 32 bits: 24 days is the most it can wait
 
 
 class StoreClient:
     """One client of a store, used through one daemon thread. Any thread may submit.
 
-    source: a store of the process; it is cloned, never used, so that its own users are not blocked.
+    source: A store of the process. It is cloned, never used, so that its own users are not blocked.
     """
 
     def __init__(self, source: Any, name: str) -> None:
@@ -212,12 +214,14 @@ class StoreClient:
         threading.Thread(target=_serve, args=(source, self._jobs), name=name, daemon=True).start()
 
     def submit(self, op: Callable[[Any], T]) -> Future[T]:
-        """Run ``op(store)`` on the client's thread, after what was submitted before. It may wait."""
+        """Run ``op(store)`` on the client's thread, after earlier operations. It may wait."""
         return self._put(op, waits=True)
 
     def submit_short(self, op: Callable[[Any], T]) -> Future[T]:
-        """As ``submit``, for an operation that waits for no key and reads none that may be missing: it
-        shares its connection with all threads of the process, and would hold them up.
+        """Run an operation as ``submit`` does, over the connection that all threads share.
+
+        It must not wait for a key or read a key that may be missing, because it would block the
+        other threads.
         """
         return self._put(op, waits=False)
 
@@ -227,29 +231,35 @@ class StoreClient:
         return future
 
     def call(self, op: Callable[[Any], T], timeout_s: float) -> T:
-        """Submit and wait. ControlPlaneLostError: connection gone, or no answer in timeout_s."""
+        """Submit and wait.
+
+        ControlPlaneLostError: the connection is gone, or there is no answer within timeout_s.
+        """
         return answer(self.submit(op), timeout_s)
 
     def call_short(self, op: Callable[[Any], T], timeout_s: float) -> T:
-        """As ``call``, by ``submit_short``."""
+        """Submit with ``submit_short`` and wait. See ``call``."""
         return answer(self.submit_short(op), timeout_s)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything submitted has run; never raises, gives up after timeout_s."""
+        """Wait until everything submitted has run. Never raises, and gives up after timeout_s."""
         try:
             self.submit_short(lambda _: None).result(timeout_s)
         except Exception:  # noqa: BLE001 - leaving: the store may be gone, and that is all right
             return
 
     def close(self) -> None:
-        """End the thread once it is idle; harmless twice. A thread in a lost wait is left behind."""
+        """End the thread once it is idle. A thread in a wait that never ends is left behind.
+
+        Calling it twice is harmless.
+        """
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
 
 
 def answer(future: Future[T], timeout_s: float | None) -> T:
-    """The result of a submitted operation, with store errors typed."""
+    """Return the result of a submitted operation, with typed store errors."""
     try:
         return future.result(timeout_s)
     except CkptfsError:
@@ -272,11 +282,12 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Connections:
-    """What one client runs its operations over; of its thread alone.
+    """The connections over which one client runs its operations. Used by the client's thread only.
 
-    Once an operation broke, each later one first asks what it broke, and fails at once where that does
-    not answer: to connect again takes a minute where the store is gone, and whoever leaves it would wait
-    for that. One that answers was not what broke; it is not used again all the same.
+    After an operation broke a connection, each later one first makes a request over that
+    connection, and fails at once if it does not answer: if the store is gone, connecting again
+    takes a minute, and a rank that leaves would have to wait for that. If it answers, the
+    fault was not in this connection; it is replaced all the same.
     """
 
     def __init__(self, source: Any) -> None:
@@ -288,13 +299,13 @@ class _Connections:
         self._broken: Any = None
 
     def run(self, op: Callable[[Any], T], *, waits: bool) -> T:
-        """The operation over a connection of its kind."""
+        """Run the operation over a connection of its kind."""
         if self._pool is None:
             if self._only is None:
                 self._only = _torch.clone_store(self._source)
             return op(self._only)
         if self._broken is not None:
-            # Never the operation itself: it may wait, and other threads share what broke.
+            # Never the operation itself: it may wait, and other threads share the broken connection.
             self._broken.check(["ckptfs/idle"])
             self._broken = self._shared = None
         store = self._pool.own(self._source) if waits else self._common(self._pool)
@@ -305,7 +316,7 @@ class _Connections:
                 self._pool.give(store)
             raise
         except BaseException:
-            # Whatever broke half-way, an answer may still be on its way over this connection.
+            # If anything broke half-way, an answer may still arrive over this connection.
             self._pool.drop(store)
             self._broken = store
             raise
@@ -314,7 +325,7 @@ class _Connections:
         return result
 
     def _common(self, pool: ConnectionPool) -> Any:
-        """The connection that all threads share; after a pause, one that was not cut meanwhile."""
+        """Return the connection that all threads share. After a pause it is checked again."""
         now = time.monotonic()
         if self._shared is None or now - self._shared_used >= pool.idle_s:
             self._shared = pool.shared(self._source)
@@ -331,20 +342,23 @@ def _serve(source: Any, jobs: queue.SimpleQueue[_Job | None]) -> None:
         future, op, waits = job
         try:
             result = connections.run(op, waits=waits)
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+        except BaseException as error:  # noqa: BLE001 - raised by the future that the caller waits for
             future.set_exception(error)
         else:
             future.set_result(result)
-        # Or the last value, perhaps many MiB, lives until the next job.
+        # Otherwise the last value, perhaps many MiB, stays in memory until the next job.
         del future, op, job
         result = None
 
 
 def connect(host: str, port: int, timeout_s: float) -> Any:
-    """A client of the TCPStore at host:port, one for this process. ControlPlaneLostError within
-    timeout_s.
+    """Return a client of the TCPStore at host:port, one for this process.
 
-    On a thread: connecting to a host that does not answer holds its thread for minutes.
+    It connects on a thread, because connecting to a host that does not answer blocks a thread for
+    minutes.
+
+    Raises:
+        ControlPlaneLostError: There is no connection within timeout_s.
     """
     known = _reached.get((os.getpid(), host, port))
     if known is not None and _is_there(known, timeout_s):
@@ -363,13 +377,13 @@ def connect(host: str, port: int, timeout_s: float) -> Any:
     return store
 
 
-# The stores that somebody else hosts (torchrun's agent), by process and address: nobody else keeps
-# them, and with one the connections to it would go after each call.
+# The stores of other hosts (torchrun's agent), by process and address. They are kept only here: without
+# this, the connections to a store would be lost after each call.
 _reached: dict[tuple[int, str, int], Any] = {}
 
 
 def _is_there(store: Any, timeout_s: float) -> bool:
-    """Whether the server that this client was connected to still answers."""
+    """Whether the server that this client is connected to still answers."""
     with contextlib.closing(StoreClient(store, "ckptfs-reached")) as client:
         try:
             client.call_short(lambda s: s.check(["ckptfs/idle"]), min(timeout_s, 60.0))
@@ -387,19 +401,21 @@ def wait_for(store: Any, key: str) -> None:
 
 
 def put(store: Any, key: str, data: bytes) -> None:
-    """Write ``data`` under ``key``; the key itself appears last, when all of it is there."""
+    """Write ``data`` under ``key``. The key itself appears last, when all chunks are there."""
     head = _put_tail(store, key, data)
     store.set(key, head)
 
 
 def take(store: Any, key: str) -> tuple[bytes, list[str]]:
-    """Read what ``put`` or ``offer`` wrote, and all keys it lies under; the key must exist."""
+    """Read what ``put`` or ``offer`` wrote, and return it with all its keys. The key must exist."""
     return _take_rest(store, key, store.get(key))
 
 
 def take_many(store: Any, keys: list[str]) -> list[tuple[bytes, list[str]]]:
-    """``take`` of each; the keys must exist. In a few requests: one for each of thousands of ranks,
-    one after the other, would be what every step waits for.
+    """Read each key as ``take`` does, in few requests. The keys must exist.
+
+    A request for each of thousands of ranks, one after another, would dominate the time of every
+    step.
     """
     if not store.has_extended_api():
         return [take(store, key) for key in keys]  # FileStore
@@ -425,12 +441,15 @@ def _chunk(store: Any, name: str) -> bytes:
 
 
 def _rest_of(key: str, head: bytes) -> list[str]:
-    """The other keys that a value lies under, by its first chunk. StateError where no ckptfs wrote it."""
+    """Return the other keys of a value, by its first chunk.
+
+    StateError: ckptfs did not write it.
+    """
     line, newline, first = head.partition(b"\n")
     count, _, place = line[:4096].decode(errors="replace").partition(" ")
     if not newline or not count.isdecimal() or not 1 <= len(count) <= len(str(_MOST_CHUNKS)):
         raise _forged(key, "has no header")
-    # Of this key alone: whoever drops it deletes them.
+    # Only keys that belong to this key: the process that drops the value deletes them.
     if not 1 <= int(count) <= _MOST_CHUNKS or not place.startswith(key) or len(first) > CHUNK_BYTES:
         raise _forged(key, f"says {count} chunks at {place[:200]}")
     return [f"{place}/{i}" for i in range(1, int(count))]
@@ -444,7 +463,7 @@ def _forged(key: str, what: str) -> StateError:
 
 
 def offer(store: Any, key: str, data: bytes) -> bool:
-    """Write ``data`` under ``key`` if nobody has; True when ours is what everybody reads."""
+    """Write ``data`` under ``key`` if no rank has. Returns True if all ranks read ours."""
     place = f"{key}.{uuid.uuid4().hex}"
     head = _put_tail(store, place, data)
     if bytes(store.compare_set(key, b"", head)) == head:
@@ -455,9 +474,9 @@ def offer(store: Any, key: str, data: bytes) -> bool:
 
 
 def drop(store: Any, key: str) -> None:
-    """Delete what ``put`` or ``offer`` wrote, chunks and all; absent is fine."""
-    # Never get(): where somebody else has just deleted the key, that would wait for it to come back. Nor
-    # an empty value to compare with: that would make the key, for others to read.
+    """Delete what ``put`` or ``offer`` wrote, with all chunks. Absent is fine."""
+    # Never get(): if another rank has just deleted the key, that would wait for it to appear again. Nor
+    # compare with an empty value: that would make the key, and others would read it.
     head = bytes(store.compare_set(key, _ABSENT, _ABSENT))
     if head != _ABSENT:
         for name in _rest_of(key, head):
@@ -496,16 +515,17 @@ class StepKeys:
         return f"{self.prefix}/{self.number}/{name}"
 
     def arrive(self, store: Any, rank: int, data: bytes | None) -> None:
-        """Say ``data`` (None: nothing needs to travel) and be counted."""
+        """Write ``data`` (None: nothing needs to be sent) and count this rank."""
         if data is not None:
             put(store, self._key(f"in/{rank}"), data)
         if store.add(self._key("arrived"), 1) == self.size:
             store.set(self._key("all"), b"1")
 
     def gather(self, store: Any) -> list[tuple[bytes, list[str]]]:
-        """Coordinator: wait for all, claim the step, read ranks 1, 2, ...: bytes and their keys.
+        """Wait for all ranks, claim the step, and read the values of ranks 1, 2, ...
 
-        Empty: an alarm came first; its verdict is there, or on its way.
+        Only on the coordinator. Returns the bytes and the keys of each value. Empty: an alarm came
+        first, and its verdict is there or will be.
         """
         self.arrive(store, 0, None)
         wait_for(store, self._key("all"))
@@ -514,14 +534,17 @@ class StepKeys:
         return take_many(store, [self._key(f"in/{rank}") for rank in range(1, self.size)])
 
     def claim(self, store: Any, what: str) -> bool:
-        """Take the step for "decide" or "alarm"; the first has it, and later ones of the same."""
+        """Claim the step for "decide" or "alarm".
+
+        The first claim wins, together with later ones of the same kind.
+        """
         return bool(store.compare_set(self._key("claim"), "", what) == what.encode())
 
     def offer_verdict(self, store: Any, data: bytes, pieces: Iterable[bytes] = ()) -> bool:
-        """Set the verdict if nobody has; True when ours is the one that all obey.
+        """Set the verdict if there is none. Returns True if ours is the one that all obey.
 
-        pieces: of each rank, there before the verdict that speaks of them; asked for one by one, and
-        what that raises is raised here.
+        pieces: A piece for each rank, written before the verdict that refers to it. They are made
+        one by one, and their errors are raised here.
         """
         names: list[str] = []
         ours = False
@@ -533,45 +556,49 @@ class StepKeys:
             ours = offer(store, self._key("verdict"), data)
             return ours
         finally:
-            if not ours:  # an alarm came first, or one cannot be made: nobody will read them
+            if not ours:  # an alarm came first, or one cannot be made: no rank will read them
                 for name in names:
                     drop(store, name)
 
     def take_piece(self, store: Any, rank: int) -> bytes:
-        """Read this rank's own piece of the verdict, which said that there is one."""
+        """Read and delete this rank's own piece of a verdict that has pieces."""
         data, names = take(store, self._key(f"for/{rank}"))
         for name in names:
             store.delete_key(name)
         return data
 
     def drop_piece(self, store: Any, rank: int) -> None:
-        """Delete that rank's piece, which it will never take; absent is fine."""
+        """Delete the piece of a rank that will never take it. Absent is fine."""
         drop(store, self._key(f"for/{rank}"))
 
     def end(self, store: Any, data: bytes) -> bool:
-        """Offer a verdict out of turn, and wake the coordinator, who waits for values. True when ours
-        is the one that all obey.
+        """Offer a verdict out of turn, and wake the coordinator, which waits for values.
+
+        Returns True if ours is the one that all obey.
         """
         ours = self.offer_verdict(store, data)
         store.set(self._key("all"), b"1")
         return ours
 
     def read_verdict(self, store: Any) -> bytes:
-        """Wait for the verdict and read it, whoever wrote it."""
+        """Wait for the verdict of any rank and read it."""
         wait_for(store, self._key("verdict"))
         return take(store, self._key("verdict"))[0]
 
     def acknowledge(self, store: Any) -> None:
-        """This rank has read the verdict, or never will."""
+        """Record that this rank has read the verdict, or never will."""
         if store.add(self._key("acks"), 1) == self.size:
             store.set(self._key("acked"), b"1")
 
     def is_acknowledged(self, store: Any) -> bool:
-        """True when every rank has read the verdict."""
+        """Whether every rank has read the verdict."""
         return bool(store.check([self._key("acked")]))
 
     def sweep(self, store: Any, read: list[str]) -> None:
-        """All have arrived: nobody will read these keys, or the step before this one, again."""
+        """Delete keys that are not needed because all ranks have arrived.
+
+        No rank will read these keys, or those of the step before this one, again.
+        """
         for name in read:
             store.delete_key(name)
         if self.number:
@@ -584,6 +611,6 @@ class StepKeys:
             store.delete_key(self._key(name))
 
     def drop_values(self, store: Any) -> None:
-        """Delete what ranks said and nobody gathered."""
+        """Delete values that ranks wrote and that were never gathered."""
         for rank in range(1, self.size):
             drop(store, self._key(f"in/{rank}"))

@@ -6,23 +6,22 @@ One step, over the keys of ``StepKeys`` (fresh for every control: see ``handshak
     coordinator     claims the step ("decide"), reads all values, decides, offers the verdict
     every rank      waits for the verdict, obeys it, acknowledges it
 
-    alarm (dead process, silence, stuck storage): whoever waits claims the step ("alarm") and offers the error as
-    the verdict. The claim lets one of the two happen: once the coordinator decides, only its own
-    death or silence may still end the step with an error.
+    alarm (dead process, silence, stuck storage): a waiting rank claims the step ("alarm") and offers the error
+    as the verdict. The claim permits only one of the two: once the coordinator decides, only its own death or
+    silence can still end the step with an error.
 
-The verdict is set once, by compare_set: whatever was meant by however many, everybody obeys what is
-there. The coordinator deletes the keys of step k when all have arrived at k + 1; the last to close
-deletes the rest. After an alarm some keys may stay, those of late values.
+The verdict is set once, by compare_set: several ranks may offer one, and all obey the one that is stored. The
+coordinator deletes the keys of step k when all have arrived at k + 1; the last rank to close deletes the rest.
+After an alarm some keys of late values may stay.
 
-How a rank leaves: nobody waits for it afterwards, and the store is left clean.
+A rank leaves so that no other rank waits for it afterwards, and the store is left clean:
 
-    coordinator    lingers until all have read the last verdict: its process may host the store;
-                   deletes what was for a dead rank alone
-    every rank     answers the step that somebody may still call, "I have left"
+    coordinator    waits until all have read the last verdict, because its process may host the store;
+                   deletes the pieces of dead ranks
+    every rank     answers the next step, which others may still call, with "I have left"
     the last one   deletes what is left of the control
 
-What a rank that was killed leaves behind stays in the store: a few small keys, under a nonce that
-nobody uses again.
+If a rank is killed, a few small keys stay in the store, under a nonce that is never used again.
 """
 
 from __future__ import annotations
@@ -96,14 +95,14 @@ class SharedControl:
 
 
 class Waits:
-    """The waits of one control. Local; ``result`` on the caller's thread, ``hangs`` on one of its own."""
+    """The waits of one control. Local; ``result`` on the caller's thread, ``hangs`` on its own."""
 
     def __init__(self, shared: SharedControl, rank: int) -> None:
         self._shared = shared
         self._rank = rank
 
     def result(self, future: Future[T], keys: StepKeys, label: str) -> T:
-        """The result of an operation that waits for other ranks, as long as they are alive."""
+        """Return the result of an operation that waits for other ranks while they are alive."""
         monitor = self._shared.monitor
         begun, ended = time.monotonic(), False
         while True:
@@ -121,7 +120,7 @@ class Waits:
                 ended = self._raise_alarm(alarm, keys, label)
 
     def _finished(self, future: Future[T], keys: StepKeys) -> T:
-        """The result, or: this rank's client broke. Tell the others if the store still answers."""
+        """Return the result. If this rank's client broke, tell the others, if the store answers."""
         try:
             return answer(future, 0.0)
         except ControlPlaneLostError as error:
@@ -130,19 +129,19 @@ class Waits:
             try:
                 self._shared.pulse.call_short(lambda store: keys.end(store, data), LEAVE_S)
             except CkptfsError:
-                log.debug("nobody could be told: %s", error)  # the store is gone for all of us
+                log.debug("nobody could be told: %s", error)  # the store is gone for all ranks
             raise shown from error
 
     def _raise_alarm(self, alarm: Alarm, keys: StepKeys, label: str) -> bool:
-        """Offer the alarm as the step's verdict; False where it has to be looked at again."""
+        """Offer the alarm as the step's verdict. False: the operation must be checked again."""
         error = alarm.error(label, self._shared.worlds, self._shared.timeout_s)
         data = encode_verdict(Verdict(error=error, final=bool(alarm.dead)))
 
         ours: list[bool] = []
 
         def end(store: Any) -> bool:
-            # Everybody has called and the coordinator is at work: its answer counts, not the fate
-            # of a rank that has already said what it had to say.
+            # All ranks have called and the coordinator is at work: its answer counts, even if a
+            # rank that has already sent its value dies.
             if not keys.claim(store, "alarm") and not alarm.names(0):
                 return False
             ours.append(keys.end(store, data))
@@ -153,7 +152,8 @@ class Waits:
         except ControlPlaneLostError as lost:
             raise self._shared.monitor.with_gone(lost) from lost
         if any(ours):
-            # Not each time that it was made: while the coordinator decides, that is five times a second.
+            # Not each time that the error was made: while the coordinator decides, that is five
+            # times a second.
             log_left_out(error, self._shared.worlds)
         return ended
 
@@ -165,10 +165,11 @@ class Waits:
         why: str,
         goes_on: Callable[[], bool],
     ) -> None:
-        """This rank's part of the step hangs in its storage: end it for all, and tell ``hears``.
+        """End the step for all ranks, because this rank's part hangs in its storage.
 
-        On a thread of its own: the one that hangs can be told nothing. What it is told is what the
-        step ends with; a part that has returned in the meantime hears it there.
+        Then call ``hears`` with the error that the step ended with. This runs on a thread of its
+        own, because the hanging thread cannot be reached. If the part has returned in the meantime,
+        the part itself gets that error from the step.
         """
         if not goes_on():
             return
@@ -184,11 +185,11 @@ class Waits:
 
 
 _LINGER_S = 10.0
-_LAST_S = 1.0  # the dead never read; the living, when somebody died, may be about to
+_LAST_S = 1.0  # after a rank died: the dead never read, but the living may be about to
 
 
 def linger(pulse: StoreClient, monitor: Monitor, last: StepKeys) -> None:
-    """Coordinator: wait until every rank has read the verdict of ``last``, 10 s at most."""
+    """Wait until every rank has read the verdict of ``last``, 10 s at most. On the coordinator."""
     deadline = time.monotonic() + _LINGER_S
     try:
         while not pulse.call_short(last.is_acknowledged, _LINGER_S):
@@ -202,7 +203,10 @@ def linger(pulse: StoreClient, monitor: Monitor, last: StepKeys) -> None:
 
 
 def drop_pieces_of_dead(pulse: StoreClient, monitor: Monitor, step: StepKeys) -> None:
-    """Coordinator: delete the pieces of ``step`` that the dead have not read: they may be large."""
+    """Delete the pieces of ``step`` that dead ranks have not read. On the coordinator.
+
+    The pieces may be large.
+    """
     alarm = monitor.alarm(step)
     dead = () if alarm is None else tuple(alarm.dead)
 
@@ -220,9 +224,9 @@ def drop_pieces_of_dead(pulse: StoreClient, monitor: Monitor, step: StepKeys) ->
 def leave(
     store: Any, keys: StepKeys, rank: int, worlds: Sequence[World], monitor: Monitor | None
 ) -> None:
-    """Say goodbye in the step that would come next; an operation on a store.
+    """Say goodbye in the step that would come next. It is an operation on a store.
 
-    monitor: the control's, stopped; None for a clone, whose control lives on.
+    monitor: The control's, stopped; None for a clone of a control that is still open.
     """
     world = worlds[rank]
     why = f"closed its control, or ended: {world.place}"
@@ -253,11 +257,11 @@ def _clean(store: Any, keys: StepKeys, monitor: Monitor | None) -> None:
 
 
 class _UnmadeError(CkptfsError):
-    """A rank's piece cannot be pickled; why is its cause."""
+    """A rank's piece cannot be pickled. The cause is the error of pickle."""
 
 
 def _made(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The pieces. What pickle raises is told from what the store does."""
+    """Yield the pieces, so that an error of pickle differs from an error of the store."""
     try:
         yield from pieces
     except Exception as error:
@@ -267,10 +271,12 @@ def _made(pieces: Iterator[bytes]) -> Iterator[bytes]:
 class StoreControl:
     """One rank's end of a control plane over a c10d store; see ``Control`` for every method.
 
-    world: rank and size as the control shall have them. store: any c10d store that all ranks
-    share; it is cloned, never used. ranks: the global ranks, so that groups do not meet by mistake.
-    name: as in ``open_control``. closes_at_exit: False where somebody who has to end before it
-    closes it at exit. Collective: returns when all ranks are there.
+    Making one is collective: it returns when all ranks are there.
+
+    world: Rank and size in the control. store: Any c10d store that all ranks share; it is cloned,
+    never used. ranks: The global ranks, so that groups do not meet by mistake. name: As in
+    ``open_control``. closes_at_exit: False if another object closes it at exit, because that object
+    must end before it.
     """
 
     def __init__(
@@ -327,7 +333,7 @@ class StoreControl:
         self._ended: CkptfsError | None = None
         self.hears: Callable[[CkptfsError], None] | None = None  # see ``hearing``
         self._io = StoreClient(shared.source, f"ckptfs-control-{world.rank}")
-        # A control that was forgotten still says goodbye, so that nobody waits for its rank.
+        # A control that was not closed still says goodbye, so that no other rank waits for its rank.
         if shared.closes_at_exit:
             atexit.register(self.close)
 
@@ -396,7 +402,7 @@ class StoreControl:
             message, problem = attempt(label, local, self.world)
         self._index += 1
         if self._given_up is not None and not self._given_up.done():
-            self._io.close()  # a client that still waits serves nobody else
+            self._io.close()  # a client that still waits cannot be used
             self._io = StoreClient(self._shared.source, f"ckptfs-control-{self.rank}")
         if problem is not None and not isinstance(problem, Exception):
             self._interrupted(keys, message)
@@ -409,19 +415,22 @@ class StoreControl:
             verdict, raised = self._decide(keys, message, decide)
         except CkptfsError:
             raise
-        except BaseException as error:  # Ctrl-C while waiting: nobody else would decide
+        except BaseException as error:  # Ctrl-C while waiting: no other rank would decide
             self._interrupted(keys, Message(label, failure=failure_of(error, self.world)))
             raise
         return verdict, problem or raised
 
     def _keys(self) -> StepKeys:
-        """The keys of the step that comes next."""
+        """Return the keys of the next step."""
         return StepKeys(self._prefix, self._index, self.size)
 
     def _decide(
         self, keys: StepKeys, own: Message, decide: Callable[[list[T]], Any] | None
     ) -> tuple[Verdict[Any], BaseException | None]:
-        """The coordinator's part: gather, decide, offer the verdict. Also what decide raised."""
+        """Gather, decide and offer the verdict, on the coordinator.
+
+        Also returns the error of ``decide``, if any.
+        """
         label = own.label
         gathered = self._await(self._io.submit(keys.gather), keys, label)
         if not gathered:
@@ -442,7 +451,7 @@ class StoreControl:
         offered = self._io.submit_short(
             lambda store: keys.offer_verdict(store, data, _made(pieces))
         )
-        # After the verdict: thousands of ranks wait for that, and nobody for this.
+        # After the verdict: thousands of ranks wait for the verdict, and none for this.
         self._io.submit_short(lambda store: keys.sweep(store, read))
         try:
             ours = self._await(offered, keys, label)
@@ -452,7 +461,7 @@ class StoreControl:
             again = self._io.submit_short(lambda store: keys.offer_verdict(store, data))
             ours = self._await(again, keys, label)
         if not ours:
-            return self._obey(keys, label), raised  # the others gave us up while we were silent
+            return self._obey(keys, label), raised  # the others ended the step while we were silent
         self._apart = keys if common.apart else self._apart
         self._io.submit_short(keys.acknowledge)
         if raised is not None and not isinstance(raised, Exception):
@@ -460,7 +469,7 @@ class StoreControl:
         return for_rank(verdict, 0), raised
 
     def _failed(self, label: str, error: BaseException) -> tuple[Verdict[Any], bytes]:
-        """What the coordinator decided cannot travel: its failure is the answer."""
+        """Return the coordinator's failure as the answer: the decided value cannot be sent."""
         failures = {0: failure_of(error, self.world)}
         verdict: Verdict[Any] = Verdict(error=collective_error(label, failures, self.worlds))
         return verdict, encode_verdict(verdict)
@@ -469,11 +478,12 @@ class StoreControl:
         try:
             return decode_message(data)
         except Exception as error:  # noqa: BLE001 - unpickling raises anything
-            # A class that only that rank can import. Raising here would leave the others waiting.
+            # Perhaps a class that only that rank can import. Raising here would leave the others
+            # waiting.
             return Message(label, failure=replace(failure_of(error, self.worlds[rank]), rank=rank))
 
     def _obey(self, keys: StepKeys, label: str) -> Verdict[Any]:
-        """Wait for the verdict, whoever wrote it."""
+        """Wait for the verdict of any rank, and return it."""
         untaken = True
         try:
             verdict = decode_verdict(self._await(self._io.submit(keys.read_verdict), keys, label))
@@ -498,7 +508,7 @@ class StoreControl:
             self._io.submit_short(keys.acknowledge)
 
     def _interrupted(self, keys: StepKeys, message: Message) -> None:
-        """Ctrl-C or exit on this rank: let the others know, wait for nobody."""
+        """Tell the other ranks of Ctrl-C or an exit on this rank. Waits for none of them."""
         if self.rank:
             data = encode_message(message)
             self._shared.pulse.submit_short(lambda store: keys.arrive(store, self.rank, data))
@@ -519,7 +529,10 @@ class StoreControl:
             raise
 
     def _working(self, keys: StepKeys, label: str) -> AbstractContextManager[None]:
-        """This thread does its part of the step; whoever is to hear of a hang of it is bound now."""
+        """Return a context in which this thread does its part of the step.
+
+        The function that is called if it hangs (``hears``) is the one that is set now.
+        """
         tell = partial(self._waits.hangs, keys, label, self.hears)
         return self._shared.monitor.hanging.working(keys, tell)
 
@@ -544,7 +557,7 @@ class StoreControl:
         try:
             shared.pulse.call_short(lambda s: leave(s, keys, rank, shared.worlds, monitor), LEAVE_S)
         except CkptfsError as error:
-            log.debug("left without a word: %s", error)  # the store went first: nobody listens
+            log.debug("left without a word: %s", error)  # the store is gone already
         self._io.close()
         if self._is_root:
             shared.pulse.close()

@@ -1,4 +1,4 @@
-"""World: this process among its peers, from a process group, a launcher or alone.
+"""World: this process among its peers, from a process group, a launcher, or neither.
 
     process group (torch.distributed)   rank and size are the group's; subgroups work
     torchrun's environment              RANK and WORLD_SIZE; there may be no group yet
@@ -6,8 +6,8 @@
 
 A *node* is the set of processes with the same boot id and the same mount namespace, because these
 see the same mounts through the same page cache. A hostname never decides: containers share or
-reuse it. ``CKPTFS_NODE`` is appended where it is set: it can split what is equal (containers that
-share a mount namespace, simulated nodes in a test) and can never join what is not.
+reuse it. ``CKPTFS_NODE`` is appended if it is set. It can split a node (containers that share a mount
+namespace, simulated nodes in a test), and can never join two.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _NOBODY = frozenset({"", "none"})
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One life of a process id, as /proc shows it; start_ticks tells a reused pid."""
+    """One process, as /proc shows it. start_ticks distinguishes later processes with its pid."""
 
     pid: int
     start_ticks: int
 
     @staticmethod
     def of_this_process() -> Life | None:
-        """This process's life, in the pid namespace of the /proc that its node sees; or None."""
+        """Return this process's life by the pid namespace of its node's /proc, or None."""
         try:
             # Not os.getpid(): inside a pid namespace /proc may show the outer numbers.
             pid = int(os.readlink("/proc/self"))
@@ -59,7 +59,7 @@ class Life:
 
 
 def is_gone(life: Life) -> bool:
-    """True when that process has ended: no such pid, a zombie, or a later process of that pid."""
+    """Whether that process has ended: no such pid, a zombie, or a later process of that pid."""
     try:
         stat = Path(f"/proc/{life.pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -141,20 +141,20 @@ class World:
 
 
 def node_id() -> str:
-    """``<boot id>/<mount namespace>[/<CKPTFS_NODE>]`` of this process."""
+    """Return ``<boot id>/<mount namespace>[/<CKPTFS_NODE>]`` of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         mounts = os.readlink("/proc/self/ns/mnt")
     except OSError:
-        # No /proc (macOS, a hardened sandbox): the host's name and address family must do, and
-        # the probe still finds what is shared; only the number of probes depends on this.
+        # No /proc (macOS, a hardened sandbox): the host's name and address family are used instead.
+        # The probe still finds what is shared; only the number of probes depends on this.
         boot, mounts = f"host-{socket.gethostname()}", "mnt:[0]"
     named = os.environ.get("CKPTFS_NODE", "")
     return f"{boot}/{mounts}" + (f"/{named}" if named else "")
 
 
 def job_id_from(environment: Mapping[str, str]) -> str | None:
-    """The job's name, such as ``slurm:4711``; None where the environment names nobody."""
+    """Return the job's name, such as ``slurm:4711``, or None if the environment has none."""
     for variable, kind in _JOB_VARIABLES.items():
         value = environment.get(variable, "").strip()
         if value.lower() not in _NOBODY:
