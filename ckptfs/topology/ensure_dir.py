@@ -1,13 +1,13 @@
-"""ensure_dir: a directory that every rank of every node may use when the call returns.
+"""ensure_dir: a directory that every rank of every node can use when the call returns.
 
     owner of each domain    makes it, durably, and leaves this call's token in .ckptfs-dir-<nonce>
     lead of each node       makes it again (existing is success: an operation on the name drops a
                             cached absence), reads the token through the path
-    the others              look: one client's cache serves all processes of its node
+    the others              stat it: one client's cache serves all processes of its node
     owner                   removes the token
 
-Existence is not identity: after a rename aside, a client that had the old directory cached wrote
-into the moved one. Only the token, read through the path, shows that two nodes mean the same place.
+That a directory exists does not show which one it is: after the directory was renamed aside, a client that had it
+cached wrote into the moved one. Only the token, read through the path, shows that two nodes see the same directory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ log = logging.getLogger("ckptfs.topology")
 
 
 def ensure_dir(control: Control, storage: Storage, placement: Placement, key: str) -> None:
-    """Make ``key`` and its missing ancestors; collective; one make_dir per node, not per rank.
+    """Make ``key`` and its missing ancestors. Collective; one make_dir per node, not per rank.
 
-    On return every rank of every node can open it. Existing is success, and what is in it stays.
-    On an object store nothing is made. CollectiveError: the owner cannot make it, or a node cannot
-    see it. After a crash the directory may exist, with an empty token file in it.
+    On return every rank of every node can open it. Existing is success, and its content stays. On
+    an object store nothing is made. After a crash the directory may exist, with an empty token file
+    in it.
+
+    Raises:
+        CollectiveError: The owner cannot make it, or a node cannot see it.
     """
     if storage.capabilities.shape is Shape.OBJECT:
         control.step("ensure_dir", lambda: None, lambda _: None)
@@ -100,8 +103,8 @@ def _look(placement: Placement, storage: Storage, key: str) -> None:
             found = storage.stat(key)
             break
         except (NotFoundError, StaleError):
-            # The lead's mkdir was told that it is there; BeeGFS and virtiofs may still answer a
-            # look from a cache (FileExistsError, then is_dir() False).
+            # The lead's mkdir found that it exists. BeeGFS and virtiofs may still answer a stat
+            # from a cache (FileExistsError, then is_dir() False).
             if attempt + 1 == _TRIES:
                 raise
             storage.refresh(key)

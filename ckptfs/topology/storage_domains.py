@@ -6,10 +6,10 @@
     every node lead        reads the id again, and the token of its group's owner
     coordinator            all agree: Placement.  Not yet: again, a few times, then an error
 
-The *node lead* is the lowest rank of a node; only leads touch storage, a fixed number of operations
-each. Device numbers, inode numbers, hostnames and mount types decide nothing: they are equal for
-private disks of two nodes and differ for one share. An object store is one domain and needs no
-token. The partition is never stored: it is true for these processes only; the ids are.
+The *node lead* is the lowest rank of a node. Only leads use the storage, with a fixed number of
+operations each. Device numbers, inode numbers, hostnames and mount types decide nothing: they may be
+equal for private disks of two nodes and differ for one share. An object store is one domain and needs
+no token. The ids are stored; the partition is not, because it is true for these processes only.
 
 ``Probe`` holds all I/O: look (make .ckptfs and .ckptfs/tmp, read or make the id, leave a token), look_again
 (read the id, and the token that another node left) and clean (remove the token).
@@ -57,16 +57,22 @@ Scope = Literal["auto", "shared", "node"]
 _HOME = ".ckptfs"
 _TMP = ".ckptfs/tmp"
 _ID = ".ckptfs/domain"
-_TRIES = 4  # repeats of one create whose answer was lost
+_TRIES = 4  # repeats of one create after its answer was lost
 
 _ROUNDS = 6  # 0.1 s, 0.2 s, ... between them: 3 s in all, beyond any attribute cache's first tick
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Ranks that see the same bytes. id: durable and random, kept in the storage itself, 32 hex
-    digits; "" where a reader found none (a checkpoint copied without its ``.ckptfs``), and then the
-    domain is one node, because nothing shows that it is more. owner: the lowest of ``ranks``.
+    """Ranks that see the same bytes.
+
+    Attributes:
+        id: Durable and random, kept in the storage itself, 32 hex digits. "" if a reader found none
+            (a checkpoint copied without its ``.ckptfs``); then the domain is one node, because
+            nothing shows that it is more.
+        ranks: The ranks.
+        nodes: Their nodes.
+        owner: The lowest of ``ranks``.
     """
 
     id: str
@@ -79,8 +85,11 @@ class Domain:
 class Placement:
     """All domains, in order of owner, and this rank's place among them.
 
-    is_owner: this rank makes, publishes and deletes directories. is_node_lead: this rank is the
-    lowest of its node, the one that revalidates what the node's cache holds.
+    Attributes:
+        domains: All domains.
+        mine: The domain of this rank.
+        is_owner: This rank makes, publishes and deletes directories.
+        is_node_lead: This rank is the lowest of its node, and refreshes the cache of the node.
     """
 
     domains: tuple[Domain, ...]
@@ -91,9 +100,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Ruling:
-    """The coordinator's answer: the domains, final or to be confirmed. tokens: of their owners.
+    """The coordinator's answer: the domains, final or to be confirmed.
 
-    What every rank reads: a final one that confirms another has no domains, they are the same.
+    tokens: The tokens of their owners. Every rank reads this. A final answer that confirms an
+    earlier one has no domains, because they are the same.
     """
 
     domains: tuple[Domain, ...]
@@ -102,7 +112,7 @@ class _Ruling:
 
 
 def node_leads(worlds: Sequence[World]) -> dict[str, int]:
-    """The lowest rank of each node, in order of rank."""
+    """Return the lowest rank of each node, in order of rank."""
     leads: dict[str, int] = {}
     for rank, world in enumerate(worlds):
         leads.setdefault(world.node, rank)
@@ -112,8 +122,8 @@ def node_leads(worlds: Sequence[World]) -> dict[str, int]:
 def group_nodes(worlds: Sequence[World], keys: Mapping[str, str]) -> tuple[Domain, ...]:
     """Group nodes that gave the same key into domains, in order of owner. Pure.
 
-    keys: each node's answer; it becomes the domain's id. A node that gave "" is a domain of its
-    own: nothing shows that it shares with anybody.
+    keys: The answer of each node, which becomes the domain's id. A node that gave "" is a domain of
+    its own, because nothing shows that it shares its storage.
     """
     members: dict[str, list[int]] = {}
     for rank, world in enumerate(worlds):
@@ -139,17 +149,28 @@ def probe_domains(
     write: bool = True,
     also: Sequence[Callable[[], object]] = (),
 ) -> Placement:
-    """Find who shares ``storage`` (rooted at a run) with whom; collective, O(1) operations per node.
+    """Find which ranks share ``storage`` (rooted at a run). Collective, O(1) operations per node.
 
-    scope: "auto" probes; "shared" (one domain) and "node" (one per node) skip what the caller
-    knows. name: ranks that give the same name share; equal on all ranks of a node; scope is not
-    asked. write=False (readers): ids are read, nothing is written, equal ids count as shared. also: of a reader,
-    further calls to the storage, made by the process that reads the id at the same time; their answers are dropped.
+    With ``write`` it makes the root, ``.ckptfs`` and ``.ckptfs/tmp`` if they are missing. After a
+    crash an unused id may exist, which is harmless.
 
-    With ``write`` it makes the root, ``.ckptfs`` and ``.ckptfs/tmp`` where they are missing; after
-    a crash an id may exist that nobody used yet, which is harmless.
-    CollectiveError: a node cannot read or write there, or nodes disagree about what they see.
-    StateError: ``scope`` or ``name`` contradicts what the storage shows.
+    Args:
+        control: The control plane of the ranks.
+        storage: The storage, rooted at a run.
+        scope: "auto" probes. "shared" (one domain) and "node" (one per node) skip the probe because
+            the caller knows the answer.
+        name: Ranks that give the same name share storage; equal on all ranks of a node. Then
+            ``scope`` does not count.
+        write: False for readers: ids are read, nothing is written, and equal ids count as shared.
+        also: For a reader, further calls to the storage, made at the same time by the process that
+            reads the id. Their answers are dropped.
+
+    Returns:
+        The placement of this rank.
+
+    Raises:
+        CollectiveError: A node cannot read or write there, or nodes disagree about what they see.
+        StateError: ``scope`` or ``name`` contradicts what the storage shows.
     """
     if name is not None:
         return _named(control, storage, name, write=write)
@@ -194,7 +215,7 @@ def probe_domains(
 def _confirm(
     control: Control, probe: Probe, before: _Ruling, attempt: int, *, is_lead: bool
 ) -> _Ruling:
-    """One round: every lead looks again, through its own mount, for what its owner left."""
+    """Confirm a ruling: every lead reads, through its own mount, what its owner left."""
     mine = next(d for d in before.domains if control.rank in d.ranks)
 
     def look() -> Answer | None:
@@ -220,7 +241,7 @@ def _confirm(
 def _rule(
     worlds: Sequence[World], answers: Sequence[Answer | None], scope: Scope, *, tokens: bool
 ) -> _Ruling:
-    """Group the leads' answers. Final where nothing is left to confirm."""
+    """Group the leads' answers. The result is final if nothing is left to confirm."""
     found = {worlds[rank].node: a for rank, a in enumerate(answers) if a is not None}
     if len({a.shape for a in found.values()}) > 1:
         raise StateError(
@@ -239,8 +260,8 @@ def _rule(
     return _Ruling(
         domains,
         left,
-        # Different ids need a second look too: on a place without exclusive create, two leads may
-        # each have read back an id that the other has overwritten since.
+        # Different ids must be read again too: without exclusive create, two leads may each have
+        # read an id that the other one overwrote later.
         final=one or not tokens or (not spread and len(domains) == 1),
     )
 
@@ -296,7 +317,7 @@ def _place(domains: tuple[Domain, ...], rank: int, *, is_lead: bool) -> Placemen
 
 
 def _named(control: Control, storage: Storage, name: str, *, write: bool) -> Placement:
-    """Domains by the names that ranks give; only each owner touches storage."""
+    """Make domains by the names that ranks give. Only each owner uses the storage."""
     worlds = control.worlds
     leads = node_leads(worlds)
 
@@ -326,7 +347,7 @@ def _named(control: Control, storage: Storage, name: str, *, write: bool) -> Pla
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one node lead found. id is None where the id of another lead counts."""
+    """The result of one node lead. id is None if the id of another lead counts."""
 
     shape: Shape
     id: str | None
@@ -335,7 +356,7 @@ class Answer:
 
 
 class Probe:
-    """One node lead's operations; all the I/O of ``probe_domains``."""
+    """One node lead's operations: all the I/O of ``probe_domains``."""
 
     def __init__(
         self,
@@ -372,13 +393,13 @@ class Probe:
             misses = str(error)
         found = self._read_id()
         if self._write and not found:
-            # It was read or made a moment ago. Believed, a view that flickers would split one shared
-            # directory into two domains, each of which writes a checkpoint of its own half.
+            # It was read or made a moment ago. If this view was trusted, one shared directory could be
+            # split into two domains, and each would write a checkpoint of its own half.
             misses = misses or f"{storage.uri(_ID)} was there, and is not any more"
         return Answer(storage.capabilities.shape, found, self._token, misses)
 
     def clean(self) -> None:
-        """Remove the token. What stays after a crash is one empty file in tmp."""
+        """Remove the token. After a crash one empty file stays in tmp."""
         if self._token:
             try:
                 self._storage.remove(self._token)
@@ -387,7 +408,7 @@ class Probe:
 
     def _own_id(self) -> str:
         storage = self._storage
-        # Unconditional: that it is missing may be a cached answer, and mkdir of a name is fresh.
+        # Without a check: a missing directory may be a cached answer, and mkdir asks the server.
         storage.make_dir(_TMP)
         fresh = uuid.uuid4().hex
         for _ in range(_TRIES):
@@ -395,12 +416,12 @@ class Probe:
             if found:
                 return found
             try:
-                # The same id every time: whichever of our own repeats arrives, it is one id.
+                # The same id every time: if several of our repeats arrive, they write one id.
                 storage.create(_ID, fresh.encode(), staging=f"{_TMP}/{fresh}")
                 return fresh
             except UnsupportedError:
-                # No exclusive create here: the last writer wins, and the second look of every lead
-                # (see _rule) finds out who that was.
+                # No exclusive create here: the last writer wins, and the second read of every lead
+                # (see _rule) finds out which one it was.
                 storage.replace(_ID, fresh.encode())
             except (AlreadyExistsError, AnswerLostError):
                 continue  # read what is there; ours or another's, it is the domain's id
