@@ -1,1 +1,1 @@
-"""The checkpoint manager: when to save, what to keep, where to go on."""
+"""The checkpoint manager: when to save, what to keep, where to resume."""

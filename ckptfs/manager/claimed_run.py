@@ -1,21 +1,23 @@
-"""A manager's run: how it is reached, claimed and released, and the pointer file for foreign readers.
+"""A manager's run: opening, claiming and releasing it, and the pointer file for foreign readers.
 
-What a manager stands on: its control plane, a seat for reading, and the run once it is claimed.
+``Ground`` holds what a manager works with, and opens it when it is first needed:
 
-    Ground(place).control      opened at the first collective call
-          .reading()           a seat that appends nothing: restore, steps, latest
-          .claim()             at the first save; held until close
+    Ground(place).control      the control plane, opened at the first collective call
+          .reading()           a seat that appends nothing: for restore, steps, latest
+          .claim()             the claimed run, from the first save until close
 
-A manager that only restores never claims: an evaluation job disturbs nobody.
+A manager that only restores never claims the run, so an evaluation job does not disturb the job
+that trains.
 
-A small file beside the steps of a run that names the newest one, for readers that are not ours.
+``Pointer`` is a small file in the run, next to its step directories. It names the newest
+checkpoint, for readers that do not know ckptfs:
 
     run/global_step100/
     run/latest                 "global_step100"
 
-It moves after the commit and before retention has its turn, replaced whole: whoever reads it, at any
-time and after any crash, finds the name of a committed checkpoint. It is for them alone: what is the
-newest, the log decides.
+The pointer moves after the commit and before retention, and is replaced as a whole. A reader finds
+the name of a committed checkpoint in it at any time and after any crash. ckptfs itself never relies
+on it: the log decides which checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ logger = logging.getLogger("ckptfs.manager")
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What the user said of the place: the run, how to reach it, and who takes part."""
+    """What the user passed about the place: the run, how to reach it, and who takes part."""
 
     uri: Any
     place: Place
@@ -56,18 +58,24 @@ class Where:
 
 
 class Ground:
-    """Opened piece by piece, closed as one. One thread: the one that makes the manager's calls."""
+    """What a manager works with. Opened piece by piece, closed as a whole.
+
+    Only the thread that makes the manager's calls may use it.
+    """
 
     def __init__(
         self, where: Where, *, control: Control | None = None, storage: Storage | None = None
     ) -> None:
-        """control, storage: the caller's own, instead of opening them; they stay the caller's."""
+        """Use the caller's ``control`` and ``storage`` where given, instead of opening them.
+
+        The caller stays responsible for closing both.
+        """
         self.where = where
-        self.owner = "a manager"  # what claims the run, for messages
+        self.owner = "a manager"  # the name in messages of the object that claims the run
         self._storage = storage
         self._stack = contextlib.ExitStack()
         self._controls = contextlib.ExitStack()  # closed last; nothing in it refers to the run
-        self._guests = contextlib.ExitStack()  # who uses control and run: they leave first
+        self._guests = contextlib.ExitStack()  # users of control and run: closed first
         self._control: Control | None = control
         self._root: Uri | None = None
         self._rally: Rally | None = None
@@ -76,7 +84,11 @@ class Ground:
 
     @property
     def control(self) -> Control:
-        """Collective at its first use. StateError: several ranks and no process group, or closed."""
+        """The control plane. Collective at its first use.
+
+        Raises StateError if there are several ranks and no process group, or if the manager is
+        closed.
+        """
         self.check_open()
         if self._control is None:
             control = self._controls.enter_context(
@@ -90,26 +102,29 @@ class Ground:
                 )
             self._control = control
         if self._rally is None and self._control.size > 1:
-            # Now, while all ranks are here: when a run fails, some of them are not.
+            # Made now, while all ranks are present: when a run fails, some of them are missing.
             self._rally = Rally(self._control)
             self._guests.callback(self._rally.close)
         return self._control
 
     @property
     def root(self) -> Uri:
-        """The run, absolute, the same on all ranks. Collective at its first use."""
+        """The run's absolute URI, the same on all ranks. Collective at its first use."""
         if self._root is None:
             self._root = agree_uri(self.control, self.where.uri)
         return self._root
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Seat]:
-        """Collective. A seat that needs read permission only."""
+        """Yield a seat that needs read permission only. Collective."""
         with self._sit(write=False) as seat:
             yield seat
 
     def claim(self, *, defer_deletes: bool = False) -> Run:
-        """Collective, once: claim the run. RunBusyError: a living owner holds it."""
+        """Claim the run. Collective, and called once.
+
+        Raises RunBusyError if a living owner holds the run.
+        """
         self.check_open()
         options = self.where.place.storage_options
         check_run_uri(self.control, self.root, options, self._storage)
@@ -127,19 +142,21 @@ class Ground:
         return run
 
     def reach_all(self, what: str, timeout_s: float) -> None:
-        """Collective, for a run that fails: return when every rank has called, or fail everywhere.
+        """Return when every rank has called this, or fail on every rank. Collective.
 
-        DeadlineError, CollectiveError: not all came within timeout_s.
+        It is for a run that fails. Raises DeadlineError or CollectiveError if not all ranks called
+        within ``timeout_s`` seconds.
         """
         if self.control.size > 1 and self._rally is not None:
             self._rally.reach(what, timeout_s)
 
     def before_release(self, close: Callable[[], object]) -> None:
-        """Call this when the manager closes, before the run is released."""
+        """Register a function to call when the manager closes, before the run is released."""
         self._guests.callback(close)
 
     def _sit(self, *, write: bool) -> contextlib.AbstractContextManager[Seat]:
-        # No generator: its frame, which the run keeps for its end, would keep the manager alive.
+        # Not a generator: the run keeps the context until its end, and a generator's frame would keep
+        # the manager alive.
         if self._storage is not None:
             seat = sit_down(self.control, self._storage, self.where.place, write=write)
             return contextlib.nullcontext(seat)
@@ -147,16 +164,16 @@ class Ground:
 
     @property
     def is_closed(self) -> bool:
-        """Whether close() was called, or this is the child of a fork: the run is the parent's."""
+        """Whether close() was called, or this is the child of a fork: the run is its parent's."""
         return self._closed or os.getpid() != self._pid
 
     def check_open(self) -> None:
-        """StateError once it is closed."""
+        """Raise StateError if it is closed."""
         if self.is_closed:
             raise StateError("the manager is closed", uri=self._root, hint="make another one")
 
     def close(self) -> None:
-        """Local: release the run and leave the control plane. Harmless twice."""
+        """Release the run and leave the control plane. Local. A second call does nothing."""
         if not self.is_closed:
             self._closed = True
             with self._controls, self._stack:
@@ -168,7 +185,12 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """file: its name, directly in the run. text: what it says, from a checkpoint's name."""
+    """A small file in the run that names its newest checkpoint.
+
+    Attributes:
+        file: Its name, directly in the run.
+        text: Makes the content of the file from the name of a checkpoint.
+    """
 
     file: str = "latest"
     text: Callable[[str], str] = str
@@ -178,14 +200,20 @@ class Pointer:
             raise StateError(f"pointer {self.file!r} is not the name of a file in the run")
 
     def read(self, storage: Storage) -> str | None:
-        """Local. What it says, by whoever wrote it; None where there is none."""
+        """Return the content of the file, or None if there is none. Local.
+
+        Another program may have written the file.
+        """
         try:
             return read_limited(storage, self.file).decode().strip()
         except NotFoundError:
             return None
 
     def move(self, seat: Seat, name: str) -> None:
-        """Collective, after a commit. Durable when it returns; the errors are the storage's."""
+        """Let the file name the checkpoint ``name``. Collective, after a commit.
+
+        The change is durable when this returns. Errors of the storage are raised.
+        """
         data = self.text(name).encode()
 
         def replace() -> None:
@@ -195,14 +223,18 @@ class Pointer:
         seat.control.step(f"move {self.file}", replace)
 
     def follow(self, seat: Seat, is_ours: Callable[[Seal], bool]) -> None:
-        """Collective, after a claim: what a job that died between a commit and the move left undone."""
+        """Let the file name the newest checkpoint of the log. Collective, after a claim.
+
+        An earlier job may have died after its commit and before it moved the pointer. The pointer
+        may name only saves for which ``is_ours`` is true.
+        """
 
         def replace() -> None:
             view = drive(read_view(), seat.storage) if seat.placement.is_owner else None
             lives = [] if view is None else list_live(dict([view]))
             names = [seal.name for seal in lives if is_ours(seal) and not seal.failure]
             if not names and view is not None and view[1].saves:
-                seat.storage.remove(self.file)  # of ours nothing is left that it could name
+                seat.storage.remove(self.file)  # no checkpoint of ours is left that it could name
             if names:
                 seat.storage.replace(self.file, self.text(names[-1]).encode())
 

@@ -1,32 +1,31 @@
-"""Directories of files that a framework wrote: the manager, and the two sides of a checkpoint of parts.
+"""Checkpoints that a framework writes as files: a manager for them, and checkpoints of parts.
 
-DirectoryManager: checkpoints that a framework writes as files, kept like any other.
+``DirectoryManager`` keeps directories of files like any other checkpoint:
 
     manager = ckptfs.DirectoryManager("s3://bucket/run", keep_latest=3, mode="async")
-    trainer.save_checkpoint("/scratch/step_100")                   every framework's own way
+    trainer.save_checkpoint("/scratch/step_100")                   the framework's own way to save
     manager.save(100, "/scratch/step_100", consume=True)           committed whole, then removed here
 
     with manager.writing(100) as path: ...       or: write straight into what will be committed
     with manager.reading() as opened: ...        a local path to the newest committed one
 
-Frameworks that save state dicts are better served by CheckpointManager: sharded, resharded, read in
-place. This is for those that insist on ``open``.
+Frameworks that save state dicts are better served by CheckpointManager: sharded, resharded, read in place.
+DirectoryManager is for frameworks that insist on ``open``. ``PartSaver`` saves one group's part:
 
-    saver = PartSaver(is_async=True)          one group's side of parts that are directories
-    saver.save(part, framework.save)          part: of a driver's ticket, which decides over all parts
-    saver.wait()                              raises what the last one failed of, on all ranks
+    saver = PartSaver(is_async=True)
+    saver.save(part, framework.save)          part: from the ticket of a driver, which decides over all parts
+    saver.wait()                              raises the error of the last save, on all ranks
     with reading_part(uri, place, only) as path: framework.load(path)
 
-StepDriver: one process outside of every group, which decides over a step and all its parts.
+``StepDriver`` is one process outside of every group. It decides over a step and all its parts:
 
     driver = StepDriver("s3://bucket/run", name="global_step_{N}", keep_latest=3)
     with driver.saving(40, ["actor", "critic"]) as step:
         every rank of a group saves step.part("actor")     PartSaver, or commit.part_dir
-        files of the driver's own go to step.path          data.pt
+        the driver's own files go to step.path             data.pt
     driver.close()
 
-Leaving the block is the commit. In async mode it follows as soon as the groups have sealed their
-parts, from a thread: what the run's log says of parts needs no messenger.
+Leaving the block commits the step; in async mode a thread does, once the log says that all is sealed.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ class OpenedDirectory:
     Attributes:
         path: The path; no process may write into it.
         step: Completed optimizer steps.
-        uri: Where it was read, maybe in a copy.
-        skipped: Newer ones that are damaged, and why.
+        uri: Where it was read, in the run or in a copy.
+        skipped: Newer checkpoints that are damaged, and why.
         parts: The parts of a checkpoint that several groups wrote.
     """
 
@@ -113,17 +112,17 @@ class OpenedDirectory:
 class DirectoryManager(RunManager):
     """Saves, retains and opens the directories of one run. Every rank makes one.
 
-    Files with fixed names cannot be replaced: what an earlier job committed under a step that comes again is
-    deleted first, if something was committed after it, and in a copy before that one follows. What is true
-    after a crash, and the other arguments are as for ``ckptfs.CheckpointManager``.
+    Files with fixed names cannot be replaced. If a step comes again, what an earlier job committed under it
+    is deleted first, provided that something was committed after it; a copy deletes it before the new one is
+    copied. What is true after a crash, and the other arguments are as for ``ckptfs.CheckpointManager``.
 
     Args:
         mode: "sync" commits before ``save`` returns; "async" commits in the background.
-        name: Template of the names, matched exactly: what it does not match is never deleted.
-        scratch: Where files are kept that the storage has no path for; it has to hold one checkpoint of a
+        name: Template of the names, matched exactly: a directory that it does not match is never deleted.
+        scratch: Where files are kept if the storage has no local path; it has to hold one checkpoint of a
             node. None: the temporary directory.
-        pointer: A small file in the run that names the newest checkpoint, for readers that are not ours;
-            None: no such file.
+        pointer: A small file in the run that names the newest checkpoint, for readers that do not know
+            ckptfs; None: no such file.
     """
 
     def __init__(
@@ -190,11 +189,11 @@ class DirectoryManager(RunManager):
     ) -> SaveResult | PendingSave | SaveSkipped:
         """Commit what a framework wrote below ``path`` as the checkpoint of ``step``. Collective.
 
-        Every node lists what it sees, each file is sent once, by ranks that see it, and several nodes may
-        hold the same file. All ranks have to have written when the last one calls. The files have to stay as
-        they are until the commit, with ``mode="async"`` too: that is when ``PendingSave.result()`` returns.
-        What failed, in the source too, failed on all ranks, and ``path`` stays. After a crash the checkpoint
-        is there whole or not at all.
+        Every node lists the files that it sees. Each file is sent once, by a rank that sees it; several nodes
+        may hold the same file. All ranks must have finished writing when the last one calls. The files must
+        stay as they are until the commit, with ``mode="async"`` too: until ``PendingSave.result()`` returns.
+        A failure, also one to read the files, is raised on all ranks, and ``path`` stays. After a crash the
+        checkpoint is there whole or not at all.
 
         Args:
             step: Completed optimizer steps.
@@ -207,8 +206,9 @@ class DirectoryManager(RunManager):
             before it is still under way on some rank.
 
         Raises:
-            CommitConflictError: This manager committed the step already, it is the newest commit or what the
-                job was restored from, or this manager read nothing and the run has come as far.
+            CommitConflictError: This manager has committed the step already; or the step is the newest
+                commit, or the one that the job was restored from; or this manager read nothing and the run
+                has reached this step.
             StateError: An earlier job's checkpoint of the step is pinned.
             CkptfsError: As for ``CheckpointManager.save``.
         """
@@ -222,12 +222,12 @@ class DirectoryManager(RunManager):
 
     @contextlib.contextmanager
     def writing(self, step: int, metrics: Mapping[str, float] | None = None) -> Iterator[str]:
-        """A path to write the checkpoint of ``step`` into, committed when all ranks leave. Collective.
+        """A path to write the checkpoint of ``step`` into, committed when all ranks leave.
 
-        All ranks of a node get the same path: on a mounted filesystem that of the attempt itself, shared by
-        all that see it; elsewhere one in ``scratch``, uploaded on leaving. Synchronous in any mode. An
-        exception inside, on any rank, commits nothing and is raised on all. Errors and the arguments are as
-        for ``ckptfs.DirectoryManager.save``.
+        Collective. All ranks of a node get the same path. On a mounted filesystem it is the path of the
+        attempt itself, shared by all ranks that see it; elsewhere it is a path in ``scratch``, uploaded on
+        leaving. The save is synchronous in any mode. An exception inside the block, on any rank, commits
+        nothing and is raised on all. Errors and the arguments are as for ``ckptfs.DirectoryManager.save``.
 
         Yields:
             The path.
@@ -268,11 +268,10 @@ class DirectoryManager(RunManager):
         *,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Ticket:
-        """Begin a checkpoint of directories that several groups of processes write. Collective over this
-        manager's ranks.
+        """Begin a checkpoint of directories that several groups of processes write.
 
-        See ``ckptfs.commit.parts.directory_parts``. The arguments are as for
-        ``ckptfs.CheckpointManager.begin``.
+        Collective over this manager's ranks. See ``ckptfs.commit.parts.directory_parts``. The arguments are
+        as for ``ckptfs.CheckpointManager.begin``.
 
         Returns:
             The ticket.
@@ -307,7 +306,7 @@ class DirectoryManager(RunManager):
         return self._ground.root / name, spec
 
     def _begun(self, name: str, step: int) -> Crew:
-        """Collective. The crew, once this step may be saved and its name is free of earlier jobs' saves."""
+        """Return the crew when ``step`` may be saved and its name is free. Collective."""
         crew = self._hired()
         crew.check_beginning(Kind.DIRECTORY, name, step)
         if crew.comes_again(name, step):
@@ -317,7 +316,7 @@ class DirectoryManager(RunManager):
 
     @contextlib.contextmanager
     def _scratch_on(self, seat: Seat) -> Iterator[str]:
-        """Collective. One directory per node, for its ranks; an exception inside reaches all ranks."""
+        """Yield one directory per node; an exception inside reaches all ranks. Collective."""
         control = seat.control
         place = NodeScratch(control, _PREFIX, self._scratch)
         try:
@@ -345,25 +344,25 @@ class DirectoryManager(RunManager):
         only: Wanted | None = None,
         unlogged: Literal["error", "ignore"] | None = None,
     ) -> Iterator[OpenedDirectory | None]:
-        """The newest committed directory as a local path, or that of ``step``; decided once for all ranks.
-        Collective to enter, read-only.
+        """The newest committed directory, or that of ``step``, as a local path.
 
-        The path is good inside the block, and no process may write into it: on a mounted filesystem it is the
-        checkpoint. Elsewhere, and with ``into``, it is downloaded, see ``ckptfs.checkpoint_dir``.
+        Collective to enter, read-only; decided once for all ranks. No process may write into the path, which
+        is valid inside the block: on a mounted filesystem it is the checkpoint. Elsewhere, and with ``into``,
+        it is downloaded, see ``ckptfs.checkpoint_dir``.
 
         Args:
             step: Exactly this one; None: the newest.
             into: A directory to download to and to keep; None: the checkpoint itself, or a directory that is
                 removed.
-            fallback: What happens where the newest is damaged: "error" never uses an older one, "older" uses
-                the newest whole one, and says so in ``skipped``.
-            only: Which files this node needs, of their paths and its ranks, where it is downloaded; None:
-                all.
-            unlogged: "error" or "ignore": what happens where stock torch saved into the run after the newest
+            fallback: What happens if the newest is damaged: "error" never uses an older one, "older" uses the
+                newest whole one and lists the damaged ones in ``skipped``.
+            only: Which files this node needs where they are downloaded, given a file's path and the node's
+                ranks; None: all.
+            unlogged: "error" or "ignore": what happens if stock torch saved into the run after the newest
                 commit; None: as the manager was made.
 
         Yields:
-            The directory. None only where nothing was ever saved.
+            The directory. None only if nothing was ever saved.
 
         Raises:
             AlreadyExistsError: ``into`` has files.
@@ -385,7 +384,7 @@ class DirectoryManager(RunManager):
     def _opened(
         self, request: RestoreRequest, kept: str | None, only_of: Callable[[Seal], Wanted | None]
     ) -> Iterator[OpenedDirectory | None]:
-        """kept: where to download to, for good. only_of: what this node needs of the chosen one."""
+        """Yield the checkpoint, downloaded to ``kept`` if given; only the files of ``only_of``."""
         with (
             self._ground.reading() as seat,
             open_copies(self._settings.copies, self._ground.control) as copies,
@@ -405,14 +404,14 @@ class DirectoryManager(RunManager):
                 wall_s = time.perf_counter() - began
                 copy_of = None if place is seat else str(seat.storage.root)
                 self._tell(Restored(str(uri), step, chosen.skipped, wall_s, copy_of=copy_of))
-                # The claim, and retention, may come inside the block: this save stays until a commit.
+                # Inside the block the run may be claimed, and retention run: this save stays until a commit.
                 parts = tuple(ref.name for ref in seal.parts)
                 yield OpenedDirectory(path, step, uri, chosen.skipped, parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is to be opened. seat: of the place that has it whole. skipped: newer ones, and why."""
+    """The checkpoint to open, the ``seat`` of the place that has it whole, and what was skipped."""
 
     seat: Seat
     candidate: Candidate
@@ -421,9 +420,9 @@ class _Chosen:
 
 
 def _choose(seats: Sequence[Seat], request: RestoreRequest) -> _Chosen | None:
-    """Collective. The newest whole one, and which newer ones are not; None: truly empty.
+    """Return the newest whole checkpoint; None: the run is truly empty. Collective.
 
-    seats: of the run, then of its copies; a copy serves a save that the run has lost.
+    ``seats`` are those of the run, then of its copies; a copy serves a save that the run has lost.
     """
     places = Places(seats, request)
     home = places.home()
@@ -459,13 +458,14 @@ def _doubt(candidate: Candidate) -> Damage | None:
 
 
 def _no_metadata(_storage: Storage, _found: Found) -> Metadata:
-    """Files are read by whoever wrote them."""
+    """Return no metadata: the framework that wrote the files reads them itself."""
     return Metadata(state_dict_metadata={})
 
 
 class PartSaver:
-    """On every rank of a group; calls are collective. scratch: where an asynchronous save lies until
-    it is uploaded, by default the temporary directory.
+    """Saves a group's part; every rank makes one, and calls are collective.
+
+    ``scratch`` holds an asynchronous save until it is uploaded; by default it is the temporary directory.
     """
 
     def __init__(
@@ -484,11 +484,12 @@ class PartSaver:
         then: Callable[[SealedPart], object] = lambda _: None,
         failed: Callable[[], None] = lambda: None,
     ) -> SealedPart | None:
-        """Seal what ``write(path)`` writes. Returns the sealed part; in async mode None, when it is
-        written to scratch. First raises what the save before failed of.
+        """Seal what ``write(path)`` writes; returns the sealed part.
 
-        write: somebody's own code, with barriers of its own. then, failed: called when it is sealed or
-        is not, on every rank, in async mode by a thread. Any rank's failure is one of all.
+        If the previous save failed, this first raises its error. In async mode it returns None, as soon as
+        the part is in scratch. ``write`` is a framework's code, with barriers of its own. ``then`` is called
+        when the part is sealed, ``failed`` when it is not: on every rank, in async mode by a thread. Any
+        rank's failure fails all.
         """
         self.wait()
         try:
@@ -504,7 +505,7 @@ class PartSaver:
                     return done[0]
                 scratch = NodeScratch(control, "ckptfs-part-", self._scratch)
                 scratch.mates = [control.rank]  # of this rank alone
-                # In the block: of a disk that is full on one rank, all hear.
+                # Inside the block: if the disk is full on one rank, all ranks fail.
                 with meeting_at_barriers(control):
                     path = scratch.make()
                     stack.callback(scratch.leave)
@@ -530,13 +531,13 @@ class PartSaver:
         return None
 
     def wait(self) -> None:
-        """Wait for what is on its way, and raise what it failed of, on all ranks at the same call."""
+        """Wait for the save under way and raise its error, on all ranks at the same call."""
         going, self._going = self._going, None
         if going is not None:
             going.result()
 
     def close(self) -> None:
-        """As ``wait``, for good. Harmless twice."""
+        """Wait as ``wait`` does, and end the thread. Harmless twice."""
         try:
             self.wait()
         finally:
@@ -553,11 +554,11 @@ def reading_part(
     otherwise: Callable[[], bool] = lambda: False,
     process_group: Any = None,
 ) -> Iterator[tuple[str | None, Control]]:
-    """Collective, read-only. A path with what this node needs of a directory, or of a part.
+    """Yield a path with what this node needs of a directory or part. Collective, read-only.
 
-    otherwise: asked on every rank where there is no such directory; if all say True, the path is None.
-    NotFoundError, IncompleteCheckpointError: it is nowhere, or not whole. Also yields the control, for
-    ``meeting_at_barriers``, which the block is run in.
+    Also yields the control, for ``meeting_at_barriers``; the block runs in that. If there is no such
+    directory, ``otherwise`` is called on every rank: if it is True on all of them, the path is None. Raises
+    NotFoundError if there is no such directory, IncompleteCheckpointError if it is not whole.
     """
     with contextlib.ExitStack() as stack:
         control = stack.enter_context(control_for(process_group, None))
@@ -567,7 +568,7 @@ def reading_part(
             seat, name = stack.enter_context(reading_seat(target, control, place))
             found = locate_directory(seat, name)
         except CollectiveError:
-            raise  # what single ranks met is a failure: nobody said that nothing is there
+            raise  # single ranks failed: that does not mean that nothing is there
         except NotFoundError:
             if not control.step("otherwise", otherwise, all):
                 raise
@@ -577,28 +578,30 @@ def reading_part(
             yield path, control
 
 
-_SEEN_S = 5.0  # a reader on NFS sees another client's entry a little late
+_SEEN_S = 5.0  # on NFS an entry of another client becomes visible a little late
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A step on its way. path: a local directory with the step's name, for the driver's own files."""
+    """A step under way. ``path``: a local directory for the driver's own files."""
 
     path: str
     ticket: Ticket = field(repr=False)
 
     def part(self, group: str) -> TicketPart:
-        """What that group saves."""
+        """Return what the ranks of ``group`` save."""
         return self.ticket.part(group)
 
 
 class _StepDirectories(DirectoryManager):
-    """Directories of parts, of which a driver reads its own files alone."""
+    """A manager of checkpoints of parts that reads only the driver's own files."""
 
     @contextlib.contextmanager
     def reading_own_files(self, step: int | None = None) -> Iterator[OpenedDirectory | None]:
-        """Collective to enter. As ``reading``, of a checkpoint of parts: what lies beside them, and no more
-        of it is downloaded. On a mounted filesystem the parts lie below the path too.
+        """Yield what a checkpoint of parts holds outside of its parts, as ``reading`` does.
+
+        Nothing else is downloaded; on a mounted filesystem the path contains the parts too. Collective to
+        enter.
         """
         self._settle(1)
         names, unlogged = self._settings.names, self._settings.unlogged
@@ -614,11 +617,13 @@ class _StepDirectories(DirectoryManager):
 
 
 class StepDriver:
-    """One process alone. mode: "async" leaves ``saving`` before the commit. seal_timeout_s: how long
-    the groups may take after that. seen_s: how late an entry that a group has written may be seen, in
-    sync mode: a part that is missing longer is an error. flush: lets all groups finish what they upload and raises what
-    failed there; called before a commit is waited for, which without it a dead group holds up for
-    seal_timeout_s. options: of ``ckptfs.DirectoryManager``.
+    """Begins and commits the steps of all groups, from one process alone.
+
+    ``mode``: "async" leaves ``saving`` before the commit. ``seal_timeout_s``: how many seconds the groups may
+    take to seal their parts after that. ``seen_s``: in sync mode, after how many seconds a part that is still
+    missing is an error: an entry may become visible late. ``flush`` lets all groups finish their uploads and
+    raises their errors; it is called before a commit is waited for, because a dead group would delay that for
+    seal_timeout_s. ``options`` are those of ``ckptfs.DirectoryManager``.
     """
 
     def __init__(
@@ -637,7 +642,7 @@ class StepDriver:
         self._seal_timeout_s = seal_timeout_s
         self._seen_s = seen_s
         self._options = dict(storage_options or {})
-        # Alone, also where a launcher's variables say that there are others.
+        # Alone, even if a launcher's variables say that there are other ranks.
         ground = Ground(Where(uri, Place(self._options)), control=SoloControl())
         self._manager = _StepDirectories(uri, ground=ground, **options)
         self._worker: SaveWorker | None = None
@@ -661,12 +666,12 @@ class StepDriver:
             groups: The name of each group's part.
 
         Yields:
-            The parts for the groups, and a directory for files of the driver's own.
+            The parts for the groups, and a directory for the driver's own files.
 
         Raises:
             CommitConflictError: The step is committed already.
             IncompleteCheckpointError: A part is missing.
-            CkptfsError: That of the step before, which is raised first; or as for
+            CkptfsError: The error of the previous step, which is raised first; or as for
                 ``CheckpointManager.begin``.
         """
         self.wait()
@@ -702,35 +707,37 @@ class StepDriver:
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
     def wait(self) -> None:
-        """Wait for the commit on its way; raises what it failed of."""
+        """Wait for the commit under way, and raise its error."""
         going, self._going = self._going, None
         if going is None:
             return
         try:
             self._flush()
         except BaseException:
-            self._stopped.set()  # its part will never come
+            self._stopped.set()  # the part of the failed group will never be sealed
             futures.wait([going])
             self._stopped.clear()
             raise
         going.result()
 
     def give_up(self) -> None:
-        """A group failed: wait for no part any more. That the step is not committed is in the log."""
+        """Stop waiting for parts: a group failed. The log says that the step is not committed."""
         self._stopped.set()
         with contextlib.suppress(Exception):
             self.wait()
         self._stopped.clear()
 
     def fetch(self, folder: Callable[[int], str], step: int | None = None) -> int | None:
-        """Copy the driver's own files of ``step``, None: of the newest, to what ``folder`` gives for it; each
-        appears whole.
+        """Copy the driver's own files of a step to a folder. Each file appears atomically.
+
+        Args:
+            folder: Returns the folder for a step.
+            step: Which step; None: the newest.
 
         Returns:
-            The step; None where nothing was ever saved.
+            The step; None if nothing was ever saved.
         """
         self.wait()
-
         with self._manager.reading_own_files(step) as opened:
             if opened is None:
                 return None
@@ -745,13 +752,11 @@ class StepDriver:
             return opened.step
 
     def fetched_from(self, step: int) -> Uri | None:
-        """Return where the last ``fetch`` read ``step``: in the run, or in a copy of it; None: it was another
-        step.
-        """
+        """Return where, maybe in a copy, the last ``fetch`` read ``step``; None: another step."""
         return self._fetched.get(step)
 
     def close(self) -> None:
-        """Finish what is on its way and leave the run; raises what failed. Harmless twice."""
+        """Finish the commit under way and leave the run; raises its error. Harmless twice."""
         try:
             self.wait()
         finally:
@@ -768,7 +773,7 @@ class StepDriver:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """As ``close``. After an exception of the block, a step whose parts are not sealed is given up."""
+        """As ``close``. After an exception in the block, give up a step with unsealed parts."""
         if exc is not None:
             self.give_up()
         self.close()

@@ -1,4 +1,4 @@
-"""One stream of events, told to whoever listens, on a thread of its own.
+"""The events of a manager, delivered to its listeners on a thread of their own.
 
     any thread    bell.tell(event) --> queue --> daemon thread --> listener 1, listener 2, ...
 
@@ -7,13 +7,14 @@
     on_commit(uri)                 committed URIs and nothing else
     prometheus.PrometheusTextfile, telemetry.TelemetryListener
 
-Training never waits for a listener: ``tell`` only queues. Listeners are called one at a time, in the
-order in which they were given, each event after the one told before it. One that raises is logged
-and called again for the next event; no save ever fails of it. One that never returns holds back the
-events behind it, and nothing else.
+Training never waits for a listener: ``tell`` only puts the event into a queue. Listeners are called
+one at a time, in the order in which they were given, and events are delivered in the order in which
+they were queued. The exception of a listener is logged, and the listener is called again for the
+next event; no save fails because of it. A listener that never returns holds back the later events,
+and nothing else.
 
-A listener is called on the coordinator alone, because a commit is told alike on every rank and
-carries every rank's counters; ``EveryRank(listener)`` is called on each.
+A listener is called on the coordinator only, because the event of a commit is the same on every
+rank and carries every rank's counters; ``EveryRank(listener)`` is called on each rank.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ logger = logging.getLogger("ckptfs.manager")
 Listener = Callable[[Event], None]
 
 _MIB = 1 << 20
-_QUEUED_MAX = 4096  # a save tells about ten: a listener that is so far behind will not catch up
+_QUEUED_MAX = 4096  # a save has about ten events: a listener so far behind will not catch up
 _PHASES = ("plan_s", "stage_s", "write_s", "sync_s", "commit_s")
 
 
 class TimedListener(ABC):
-    """A listener that is also told when each event happened; a base class."""
+    """A listener that also receives the time of each event; a base class."""
 
     def __call__(self, event: Event) -> None:
-        """Hear an event that happens now."""
+        """Take an event that happens now."""
         self.hear(event, time.time_ns())
 
     @abstractmethod
@@ -83,13 +84,13 @@ class EveryRank:
     listener: Listener
 
     def __call__(self, event: Event) -> None:
-        """Pass it on."""
+        """Pass the event to the listener."""
         self.listener(event)
 
 
 @dataclass(frozen=True, slots=True)
 class _OnCommit:
-    """The hook of ``on_commit=``: it cannot see a checkpoint that does not exist."""
+    """The listener for ``on_commit``. It sees commits only, so every URI that it passes exists."""
 
     callback: Callable[[str], None]
 
@@ -100,16 +101,17 @@ class _OnCommit:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Set when everything told before it was heard."""
+    """A place in the queue. ``reached`` is set when all earlier events were delivered."""
 
     reached: threading.Event
 
 
 class Bell:
-    """Tells the listeners of one manager on one rank. The thread starts with the first event.
+    """Delivers events to the listeners of one manager on one rank.
 
-    rank: this rank; 0 is the coordinator. on_commit: called on the coordinator with the URI of each
-    committed checkpoint (credentials masked), after the listeners.
+    The thread starts with the first event. ``rank`` is this rank; 0 is the coordinator.
+    ``on_commit`` is called on the coordinator with the URI of each committed checkpoint
+    (credentials masked), after the listeners.
     """
 
     def __init__(
@@ -132,10 +134,13 @@ class Bell:
         self._pid = os.getpid()
 
     def tell(self, event: Event) -> None:
-        """Any thread; returns at once. Dropped once closed, and in the child of a fork."""
+        """Queue an event, from any thread, and return at once.
+
+        The event is dropped after ``close``, and in the child of a fork.
+        """
         at_ns = time.time_ns()
         if not self._listeners or os.getpid() != self._pid:
-            return  # the thread did not come along with the fork
+            return  # a fork does not copy the thread
         with self._lock:
             if self._closed:
                 return
@@ -144,7 +149,7 @@ class Bell:
                 return
             self._events.put((self, event, at_ns))
             if self._thread is None:
-                # Idle, the thread keeps nobody alive: a listener may refer to the manager itself.
+                # An idle thread keeps no bell alive: a listener may refer to the manager itself.
                 self._thread = threading.Thread(
                     target=_serve, args=(self._events,), name="ckptfs-bell", daemon=True
                 )
@@ -152,7 +157,10 @@ class Bell:
                 weakref.finalize(self, self._events.put, None).atexit = False
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all that was told so far was heard, ``timeout_s`` at most; whether it was."""
+        """Wait until the events queued so far are delivered, for up to ``timeout_s`` seconds.
+
+        Returns whether they were.
+        """
         if os.getpid() != self._pid:
             return True
         mark = _Mark(threading.Event())
@@ -164,12 +172,13 @@ class Bell:
         return thread is threading.current_thread() or mark.reached.wait(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Let the listeners hear what was told, ``timeout_s`` at most. Harmless twice.
+        """Deliver the queued events, for up to ``timeout_s`` seconds. A second call does nothing.
 
-        False where a listener did not return: its thread is left to the end of the process.
+        Returns False if a listener did not return: its thread is left running until the process
+        ends.
         """
         if os.getpid() != self._pid:
-            return True  # and the lock may have been held when the process forked
+            return True  # the thread is the parent's, and the lock may have been held at the fork
         with self._lock:
             closing, self._closed = not self._closed, True
             thread = self._thread
@@ -188,7 +197,7 @@ class Bell:
         self._dropped += 1
 
     def ring(self, event: Event, at_ns: int) -> None:
-        """All listeners hear it; on the bell's thread."""
+        """Call all listeners with one event; runs on the bell's thread."""
         for listener in self._listeners:
             self._ring(listener, event, at_ns)
 
@@ -199,7 +208,7 @@ class Bell:
             else:
                 listener(event)
         except BaseException:
-            # Whatever a listener raises, sys.exit() too: the thread that serves the others goes on.
+            # Whatever a listener raises, sys.exit() included, the thread must keep serving the others.
             kind = _kind_of(listener)
             first = kind not in self._complained
             self._complained.add(kind)
@@ -236,9 +245,9 @@ def _kind_of(listener: Listener) -> str:
 
 
 class LogListener:
-    """One line per commit, failure, skip, delete and copy.
+    """Writes one line per commit, failure, skip, delete and copy.
 
-    INFO for what went well, WARNING for the rest; deletes and retention at DEBUG.
+    Successes are logged at INFO, the rest at WARNING; deletes and retention at DEBUG.
 
     Args:
         log: The logger; None: ckptfs's own.
@@ -248,7 +257,7 @@ class LogListener:
         self._log = log or logger
 
     def __call__(self, event: Event) -> None:
-        """Log it."""
+        """Log the event."""
         match event:
             case SaveCommitted():
                 self._log.info("%s", commit_line(event))
@@ -282,7 +291,11 @@ class LogListener:
 
 
 def commit_line(event: SaveCommitted) -> str:
-    """The line of a commit: step, bytes, seconds, bytes per second in total and of the slowest and fastest rank."""
+    """Return the log line of a commit.
+
+    It has the step, the bytes, the seconds, and the bytes per second in total and of the slowest
+    and the fastest rank.
+    """
     result = event.result
     mib_per_s = (result.total.mib_per_s, *rank_rates(result.per_rank))
     total, slowest, fastest = (size_text(rate * _MIB) for rate in mib_per_s)
@@ -295,7 +308,7 @@ def commit_line(event: SaveCommitted) -> str:
 
 
 def rank_rates(per_rank: Iterable[Counters]) -> tuple[float, float]:
-    """MiB/s of the slowest and the fastest rank among those that wrote; 0.0 where none did."""
+    """Return the MiB/s of the slowest and the fastest rank that wrote anything; 0.0 if none did."""
     rates = [counters.mib_per_s for counters in per_rank if counters.size_bytes]
     return (min(rates), max(rates)) if rates else (0.0, 0.0)
 
@@ -306,14 +319,15 @@ def rank_rates(per_rank: Iterable[Counters]) -> tuple[float, float]:
 class MetricsListener:
     """Calls ``callback(metrics, step)`` with flat names, units last: ``ckptfs/checkpoint/stall_s``.
 
-    Per commit, under ``ckptfs/checkpoint/`` or ``ckptfs/weights/``: stall_s, wall_s, plan_s, stage_s,
-    write_s, sync_s, commit_s (of the slowest rank each), size_bytes, mib_per_s, and rank_min_mib_per_s and
-    rank_max_mib_per_s. Otherwise counts since the start: ``ckptfs/failures``, ``ckptfs/skipped``,
-    ``ckptfs/deleted``, ``ckptfs/delete_failures``, ``ckptfs/copies``, ``ckptfs/copy_failures``, and
-    ``ckptfs/kept``.
+    Per commit, under ``ckptfs/checkpoint/`` or ``ckptfs/weights/``: stall_s, wall_s; plan_s,
+    stage_s, write_s, sync_s and commit_s, each of its slowest rank; size_bytes, mib_per_s, and
+    rank_min_mib_per_s and rank_max_mib_per_s. Other events give counts since the start:
+    ``ckptfs/failures``, ``ckptfs/skipped``, ``ckptfs/deleted``, ``ckptfs/delete_failures``,
+    ``ckptfs/copies``, ``ckptfs/copy_failures``; and ``ckptfs/kept``, the number of checkpoints that
+    retention keeps.
 
-    The callback runs on the bell's thread, after the commit: an asynchronous save of step 100 is reported
-    when training may be at step 105.
+    The callback runs on the bell's thread, after the commit: an asynchronous save of step 100 may
+    be reported when training is at step 105.
 
     Args:
         callback: Takes the numbers by name, and the step.
@@ -326,12 +340,12 @@ class MetricsListener:
         self._counts: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
-        """Turn it into numbers; events that have none are passed over."""
+        """Report the event's numbers; ignore events that have none."""
         match event:
             case SaveCommitted(result):
                 self._step, self._has_step = result.step or 0, True
                 self._callback(commit_metrics(event), self._step)
-            case Retained(kept) if self._has_step:  # at the claim there is no step to tell it for
+            case Retained(kept) if self._has_step:  # at the claim there is no step to report it for
                 self._callback({"ckptfs/kept": float(kept)}, self._step)
             case SaveFailed(step=step):
                 self._count("failures", step)
@@ -354,7 +368,7 @@ class MetricsListener:
 
 
 def commit_metrics(event: SaveCommitted) -> dict[str, float]:
-    """The numbers of one commit under their flat names."""
+    """Return the numbers of one commit under their flat names."""
     total = event.result.total
     slowest, fastest = rank_rates(event.result.per_rank)
     numbers = {

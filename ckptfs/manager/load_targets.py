@@ -1,11 +1,12 @@
-"""What a state is loaded into, and how what was loaded gets back into its objects. Local.
+"""What a state is loaded into, and how the loaded values get back into its objects. Local.
 
     blank = blank_of(state, saved, ...)       -> .state_dict for the load's plan
     read ...                                   tensors are filled in place, leaves replaced
-    blank.give_back()                          objects get their states: modules, optimizers, others, RNG
+    blank.give_back()                          modules, optimizers, other objects and RNG get their states
 
-Per-rank state of another world size is *moved*: dropped, or made anew by a hook from the states of
-all old ranks; what becomes of which key was decided before, for all ranks.
+Per-rank state that another number of ranks saved is *moved*: either it is dropped, or a hook makes
+new state from the states of all old ranks. What happens to each key was decided before, for all
+ranks.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ from ckptfs.manager.state_dict import (
 
 __all__ = ["Blank", "Marks", "Moving", "Reshard", "blank_of", "moved_keys"]
 
-# What a hook makes of the states that all old ranks kept (None: that rank kept none), given the new
-# rank and the new number of ranks: the state of the new rank.
+# A hook that returns the state of a new rank. Its arguments: the states that all old ranks kept (None:
+# that rank kept none), the new rank, and the new number of ranks.
 Reshard = Callable[[list[Any], int, int], Any]
 
 Give = Callable[[Any], Any]
 
 
 class Marks:
-    """Which old ranks kept what, in a checkpoint of another world size; empty for the same one."""
+    """Which old ranks kept which keys, in a checkpoint that another number of ranks saved.
+
+    Empty if the number of ranks is the same.
+    """
 
     def __init__(self, saved: Saved, *, moves: bool) -> None:
         self._saved = saved
@@ -61,20 +65,20 @@ class Marks:
                 self._ranks.setdefault(own[0], []).append(own[1])
 
     def of(self, path: Path) -> dict[int, Path]:
-        """Old rank -> the path under which it kept what this path names."""
+        """Return the paths under which old ranks kept what ``path`` names, by old rank."""
         root = str(path[0])
         paths = {r: (f"{root}@rank{r}", *path[1:]) for r in sorted(self._ranks.get(root, ()))}
         return {rank: old for rank, old in paths.items() if self._saved.is_there(old)}
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Plain names of all that ranks kept."""
+        """The keys that ranks kept for themselves, without the marks of the ranks."""
         return tuple(sorted(self._ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """What becomes of per-rank state. hooks: key -> hook; other keys that moved are dropped."""
+    """What happens to per-rank state: ``hooks`` by key; moved keys without a hook are dropped."""
 
     marks: Marks
     hooks: Mapping[str, Reshard]
@@ -84,21 +88,29 @@ class Moving:
 
 @dataclass(slots=True)
 class Blank:
-    """state_dict: what is loaded into. give_back: hands it over, once it is loaded."""
+    """A target of a load.
+
+    Attributes:
+        state_dict: The state dict to load into.
+    """
 
     state_dict: dict[str, Any]
     _give: Give
     _puts: list[tuple[int, str, Any, Callable[[], None]]] = field(default_factory=list)
 
     def give_back(self) -> None:
-        """Local. StateError names the object that did not take its state."""
+        """Give the loaded values to the objects of the state. Local.
+
+        Raises StateError, which names the object that did not accept its state.
+        """
         self._puts.clear()
         self._give(self.state_dict)
         for _, key, value, put in sorted(self._puts, key=lambda one: one[:2]):
             try:
                 put()
             except Exception as error:
-                # Whatever it is, also an error of ours: it is the object's, not the checkpoint's.
+                # Any error here, a ckptfs error too, means that the object refused the state, not that
+                # the checkpoint is damaged.
                 kind = type(value)
                 raise StateError(
                     f"{key!r}: {kind.__module__}.{kind.__qualname__} does not take the state that "
@@ -108,7 +120,7 @@ class Blank:
 
 
 def moved_keys(state: Any, marks: Marks) -> tuple[str, ...]:
-    """The keys of a state whose values ranks of another world kept for themselves."""
+    """Return the keys of ``state`` that ranks of another world kept for themselves."""
     return tuple(key_of(path) for path in _moved((), rooted(state), marks))
 
 
@@ -122,10 +134,10 @@ def _moved(path: Path, value: Any, marks: Marks) -> Iterator[Path]:
 
 
 def blank_of(state: Any, saved: Saved, moving: Moving) -> Blank:
-    """What the checkpoint is loaded into, made from this rank's state and the checkpoint's keys.
+    """Return the target of a load, made from this rank's state and the keys of the checkpoint.
 
-    saved: as this rank sees it, its own keys under their plain names. StateError where it can be
-    told already that an object does not fit.
+    ``saved`` is the checkpoint as this rank sees it, with its own keys under their plain names.
+    Raises StateError if it is already clear that an object does not fit.
     """
     root = rooted(state)
     walk = _Loading(saved, moving, names_in(root))
@@ -135,13 +147,13 @@ def blank_of(state: Any, saved: Saved, moving: Moving) -> Blank:
 
 
 class _Loading:
-    """One walk over a state that is loaded: for each part a blank, and how to give it back."""
+    """One walk over a state to load: makes a target for each part, and a way to give it back."""
 
     def __init__(self, saved: Saved, moving: Moving, names: Any) -> None:
         self._saved = saved
         self._moving = moving
         self._names = names
-        self.loaded: dict[str, Any] = {}  # all of it, with what old ranks kept
+        self.loaded: dict[str, Any] = {}  # the whole target, including what old ranks kept
         self.puts: list[tuple[int, str, Any, Callable[[], None]]] = []
 
     def enter(self, path: Path, value: Any) -> tuple[Any, Give]:
@@ -166,7 +178,7 @@ class _Loading:
         self, path: Path, value: Any, children: Sequence[tuple[Any, Any]]
     ) -> tuple[dict[Any, Any], Give]:
         parts = {key: self.enter((*path, str(key)), child) for key, child in in_order(children)}
-        # Lists become dicts too: DCP would take a list of blank leaves for one leaf.
+        # Lists become dicts too: DCP would treat a list of blank leaves as one leaf.
         blank = {str(key): blank for key, (blank, _) in parts.items() if blank is not NOT_SAVED}
 
         def give(loaded: Mapping[str, Any]) -> Any:
@@ -235,7 +247,7 @@ class _Loading:
         return NOT_SAVED, give
 
     def _hand(self, path: Path, value: Any, made: Any) -> Any:
-        """Give a state that a hook made to whatever it is for."""
+        """Give a state that a hook made to the part of the state that it is for."""
         if isinstance(value, PerRank):
             return _refill(value, self._hand(path, value.value, made))
         stored = as_object(value, self._names)
@@ -258,7 +270,7 @@ def _refill(marker: PerRank, value: Any) -> PerRank:
 
 
 def _refilled(value: Any, got: Mapping[Any, Any]) -> Any:
-    """The container with its new parts; the same one where it can be changed."""
+    """Return the container with its new parts; the same object if it is mutable."""
     if isinstance(value, (MutableMapping, list)):
         for key, part in got.items():
             if not (isinstance(value, Mapping) and key not in value) and value[key] is part:

@@ -1,4 +1,4 @@
-"""CheckpointManager: when to save, what to keep, where to go on.
+"""CheckpointManager: when to save, what to keep, where to resume.
 
     with ckptfs.CheckpointManager("s3://bucket/run", keep_latest=3, mode="async") as manager:
         restored = manager.restore(state)
@@ -7,9 +7,10 @@
             if manager.should_save(step):
                 manager.save(step, state, metrics={"loss": loss})
 
-Constructing, restoring and looking append nothing. The first ``save`` (or ``begin``) claims the run;
-``close`` releases it. All but ``latest``, ``steps`` and ``poll`` are collective: every rank makes the
-same calls in the same order, and every rank gets the same outcome.
+Making a manager, restoring and reading append nothing to the run. The first ``save`` (or ``begin``)
+claims the run; ``close`` releases it. All calls but ``latest``, ``latest_of``, ``steps``,
+``preempted``, ``poll`` and ``resumed_at`` are collective: every rank makes the same calls in the same
+order, and every rank gets the same outcome.
 """
 
 from __future__ import annotations
@@ -59,55 +60,62 @@ Kinds = Literal["checkpoint", "weights"]
 class CheckpointManager(RunManager):
     """Saves, retains and restores the checkpoints of one run. Every rank makes one.
 
-    Making one appends nothing, so an evaluation job may: the first ``save`` claims the run, and RunBusyError
-    names the living owner. Options that make no sense are a StateError. After a crash of any rank at any time
-    exactly the committed checkpoints are there.
+    Making one appends nothing, so an evaluation job may make one too. The first ``save`` claims the
+    run; RunBusyError names its living owner, if it has one. Options that make no sense are a
+    StateError. After a crash of any rank at any time, exactly the committed checkpoints are there.
 
     Args:
         uri: The run, the same on all ranks.
         keep_latest: How many of the last commits of each kind stay; None deletes nothing.
-        keep_every: Steps that it divides are always kept; None: no such steps.
+        keep_every: Steps that are a multiple of it are always kept; None: no such steps.
         keep_best: ``Best("loss")``: the best saves by a metric stay too; None: no such saves.
-        mode: "sync" commits before ``save`` returns; "async" returns from ``save`` when the state is staged,
-            and commits in the background.
-        name: Template of the names of full checkpoints, matched exactly: what it does not match is never
-            deleted.
+        mode: "sync" commits before ``save`` returns; "async" returns from ``save`` when the state
+            is staged, and commits in the background.
+        name: Template of the names of full checkpoints, matched exactly: a checkpoint that it does
+            not match is never deleted.
         weights_name: The same for ``kind="weights"``.
-        every_steps: ``should_save`` is true at steps that it divides; None: not by steps.
-        every_s: ``should_save`` is true when the last save returned so many seconds ago; None: not by time.
-        preempt_signals: Signals by which a launcher announces the end; ``should_save`` is true after one.
+        every_steps: ``should_save`` is true at steps that are a multiple of it; None: not by steps.
+        every_s: ``should_save`` is true when the last save returned this many seconds ago; None:
+            not by time.
+        preempt_signals: Signals by which a launcher announces that it will stop the job;
+            ``should_save`` is true after one.
         grace_s: How many seconds the launcher waits after a signal.
         max_in_flight: Asynchronous saves under way at once.
-        if_slow: What one more does: "delay" waits for the oldest, "skip" saves nothing this time.
-        host_memory_bytes: As for ``async_save``: the most bytes of host memory that staging takes; None: half
-            of what is available, divided by the host's ranks.
+        if_slow: What a save does when ``max_in_flight`` saves are under way: "delay" waits for the
+            oldest, "skip" saves nothing this time.
+        host_memory_bytes: As for ``async_save``: the most bytes of host memory that staging takes;
+            None: half of what is available, divided by the host's ranks.
         threads: Data files that each rank writes at once; None: as for ``ckptfs.save``.
         engine: "auto", "direct" or "buffered", as for ``ckptfs.save``.
         writers_per_node: Ranks of one node that write at once; None: all.
-        unchanged: "write" writes everything, "reference" writes no bytes for tensors that are as in the last
-            checkpoint.
-        delete_grace_s: How many seconds a deleted checkpoint stays whole for readers that found it before.
-        copies: URIs, or ``Copy(uri, keep=Keep(10))``, that committed checkpoints are copied to in the
-            background; what waits for a copy is not deleted.
+        unchanged: "write" writes everything, "reference" writes no bytes for tensors that are as in
+            the last checkpoint.
+        delete_grace_s: How many seconds a deleted checkpoint stays whole for readers that found it
+            before.
+        copies: URIs, or ``Copy(uri, keep=Keep(10))``, that committed checkpoints are copied to in
+            the background; a checkpoint that waits for a copy is not deleted.
         listeners: Called with every event of ``ckptfs.events``, on the coordinator.
         on_commit: Called with the URI of every commit, on the coordinator; None: no call.
-        per_rank: fnmatch patterns of flattened keys that every rank keeps for itself, as for ``ckptfs.save``.
+        per_rank: fnmatch patterns of flattened keys that every rank keeps for itself, as for
+            ``ckptfs.save``.
         takeover: "auto", "never" or "force", as for ``prepare_run``.
-        begin_again: Train from the beginning in a run that has checkpoints, on purpose. Without it the first
-            full checkpoint of a manager that restored nothing is refused unless it is further than the newest
-            one, and retention keeps all that is further than what this job saves; see docs/howto/resume.md.
-        unlogged: What ``restore`` does where stock torch saved into the run after its newest commit, unless
-            the call says: "error", or "ignore", for wrappers that call it without an argument.
+        begin_again: Train from the beginning in a run that has checkpoints, on purpose. Without it,
+            a manager that restored nothing may save its first full checkpoint only if that is
+            further than the newest one, and retention keeps every checkpoint that is further than
+            what this job saves; see docs/howto/resume.md.
+        unlogged: What ``restore`` does if stock torch saved into the run after its newest commit,
+            unless the call says: "error", or "ignore", for wrappers that call it without an
+            argument.
         process_group: The ranks that take part; None: the default group. No collective runs on it.
-        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
-            CKPTFS_TIMEOUT_S.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
-            some.
-        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
-            with "node" those of a node.
-        domain: A name in place of ``scope``: ranks with the same name see the same storage; None: by
-            ``scope``.
-        ground: What it uses in place of opening it, for wrappers; None: it opens its own.
+        timeout_s: How many seconds a rank may be silent before the others stop waiting for it;
+            None: 600, or CKPTFS_TIMEOUT_S.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of ``uri``,
+            if it has any.
+        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of
+            them do, with "node" those of a node.
+        domain: A name in place of ``scope``: ranks with the same name see the same storage; None:
+            by ``scope``.
+        ground: The opened run to use, for wrappers; None: the manager opens its own.
 
     Example:
         with ckptfs.CheckpointManager("s3://bucket/run", keep_latest=3, every_steps=1000) as manager:
@@ -195,39 +203,41 @@ class CheckpointManager(RunManager):
     ) -> SaveResult | PendingSave | SaveSkipped:
         """Save ``state`` as the checkpoint of ``step``. Collective.
 
-        A step that exists is replaced: the old one stays until the new one is committed, and where an earlier
-        job saved it, the log says so. The error of an earlier asynchronous save is raised first, on all ranks
-        at the same call, and nothing is saved then: call again. After a crash there is exactly the old or the
-        new checkpoint.
+        A step that exists is replaced: the old checkpoint stays until the new one is committed. If
+        an earlier job saved it, a line in the log says so. If an earlier asynchronous save failed,
+        this call raises that error, on all ranks, and saves nothing: call again. After a crash
+        there is exactly the old or the new checkpoint.
 
         Args:
             step: Completed optimizer steps.
             state: Any nest of tensors, plain values and objects with ``state_dict`` (see
-                docs/howto/resume.md). It needs no copy: with ``mode="async"`` tensors may be changed when
-                this returns.
+                docs/howto/resume.md). It needs no copy: with ``mode="async"`` tensors may be
+                changed when this returns.
             metrics: Numbers for ``keep_best`` and the log; None: none.
-            kind: "checkpoint", or "weights", which are saved next to full checkpoints and have their own
-                latest.
-            failure: A save by a run that is failing: it is made only if every rank calls within ``reach_s``,
-                and is never ``latest``. It does not replace a step that is saved healthily.
+            kind: "checkpoint", or "weights", which are saved next to full checkpoints and have
+                their own latest.
+            failure: A save by a run that is failing: it is made only if every rank calls within
+                ``reach_s``, and is never ``latest``. It does not replace the checkpoint of a step
+                that was saved healthily.
             reach_s: How many seconds the ranks have to call, with ``failure``.
 
         Returns:
-            A SaveResult; in async mode a PendingSave; or a SaveSkipped (``if_slow="skip"``) when the save
-            before it is still under way on some rank.
+            A SaveResult; in async mode a PendingSave; or a SaveSkipped (``if_slow="skip"``) when
+            the save before it is still under way on some rank.
 
         Raises:
-            CommitConflictError: This manager restored nothing and has saved no full checkpoint, and the run
-                has come to this step or further, or the name is taken: call ``restore()``, use another run,
-                or pass ``begin_again=True``. With ``failure``: the step is saved healthily.
+            CommitConflictError: This manager restored nothing and has saved no full checkpoint, and
+                the run has come to this step or further, or the name is taken: call ``restore()``,
+                use another run, or pass ``begin_again=True``. With ``failure``: the step is saved
+                healthily.
             RunBusyError: The run has a living owner.
             FencedError: The run has a newer owner. Nothing was committed.
             CommitInDoubtError: Whether it is committed is not known; the next save settles it.
-            StateError: The state cannot be saved as it is, such as values that differ by rank without
-                ``per_rank``.
+            StateError: The state cannot be saved as it is, such as values that differ by rank
+                without ``per_rank``.
             NoSpaceError: The storage is full.
-            DeadlineError: With ``failure``: not every rank called within ``reach_s``. Or a rank was silent
-                for longer than ``timeout_s``.
+            DeadlineError: With ``failure``: not every rank called within ``reach_s``. Or a rank was
+                silent for longer than ``timeout_s``.
             CollectiveError: Some ranks failed; every rank raises this same error.
         """
         started = time.perf_counter()
@@ -266,22 +276,23 @@ class CheckpointManager(RunManager):
             return Saveable(Untold(error), ())
 
     def reserve(self, state: Any) -> Future[int]:
-        """Have memory ready for the copy that the first asynchronous save of ``state`` makes. Collective.
+        """Have memory ready for the copy that the first asynchronous save of ``state`` makes.
 
-        The call looks at the state, as a save does, and returns; a thread has the system give the memory, up
-        to ``host_memory_bytes``, and the first save is then as short as later ones. After ``restore`` a
-        manager with ``mode="async"`` does this by itself: call it in a job that restores nothing, as soon as
-        the optimizer has its state. The state may change afterwards: a save that needs less takes the
-        memory, one that needs more gets other memory, as without this. ``close`` gives it back. With
-        ``mode="sync"`` nothing is copied, and nothing reserved. What fails, such as memory that cannot be
-        had, is logged and raised nowhere.
+        Collective. The call looks at the state as a save does, and returns. A thread then has the
+        system provide the memory, up to ``host_memory_bytes``, so that the first save stalls
+        training no longer than later ones. After ``restore`` a manager with ``mode="async"`` does
+        this by itself: call it in a job that restores nothing, as soon as the optimizer has its
+        state. The state may change afterwards: a save that needs less uses this memory, one that
+        needs more gets other memory, as it would without this call. ``close`` gives the memory
+        back. With ``mode="sync"`` nothing is copied and nothing is reserved. A failure, such as
+        memory that is not available, is logged and never raised.
 
         Args:
             state: As for ``save``.
 
         Returns:
-            How many bytes the thread touched, once it is done; 0 where the memory was there already. No call
-            has to wait for it.
+            How many bytes the thread touched, once it is done; 0 if the memory was there already.
+            No call has to wait for it.
         """
         self._ground.check_open()
         size = CopySize(0, on_device=False)
@@ -301,16 +312,16 @@ class CheckpointManager(RunManager):
     ) -> Ticket:
         """Begin a checkpoint that several groups write. Collective over this manager's ranks.
 
-        Send ``ticket.part(name)`` to each group, which calls ``ckptfs.save(state, part)``; bring what that
-        returns back here and call ``ticket.commit``. Nothing is visible before. A step that exists is
-        replaced. Retention and listeners have their turn after the commit. After a crash the next owner of
-        the run gives up what was not committed.
+        Send ``ticket.part(name)`` to each group, which calls ``ckptfs.save(state, part)``. Bring
+        the results back here and call ``ticket.commit``. Until then nothing is visible. A step that
+        exists is replaced. Retention and listeners run after the commit. After a crash the next
+        owner of the run gives up a checkpoint that was not committed.
 
         Args:
             step: Completed optimizer steps.
             parts: The name of each group's part.
-            storage_options: How the groups reach the run; they travel with the ticket. None: as this manager
-                does.
+            storage_options: How the groups reach the run; they travel with the ticket. None: as
+                this manager does.
 
         Returns:
             The ticket.
@@ -327,7 +338,7 @@ class CheckpointManager(RunManager):
         ticket = crew.begin(
             name, step, parts, given if storage_options is None else storage_options
         )
-        # Not before: whoever catches an error of begin is still to save this step.
+        # Not before: a caller that catches an error of begin still has to save this step.
         self._schedule.saved(step)
         return ticket
 
@@ -351,39 +362,42 @@ class CheckpointManager(RunManager):
     ) -> Restored | None:
         """Restore ``state``, in place, from the newest whole checkpoint. Collective, read-only.
 
-        That is the newest commit that is whole on all domains, decided once for all ranks; a copy of the same
-        save where the run has lost it. After an error tensors are undefined.
+        The newest checkpoint is the last commit, and it must be whole on all domains; one decision
+        is made for all ranks. If the run has lost that save, a copy of it is used. After an error
+        the tensors are undefined.
 
         Args:
             state: Shaped like what was saved; fresh objects will do.
             step: Exactly this one; None: the newest.
             kind: "checkpoint" or "weights".
-            fallback: What happens where the newest is damaged: "error" never uses an older one, "older" uses
-                the newest whole one, and says in ``Restored.skipped`` what that costs.
-            per_rank: What happens under another number of ranks with what each rank kept for itself: "error"
-                refuses, "drop" leaves it out.
-            reshard: Functions that make the new states of the old ones, by pattern of keys; None: none.
+            fallback: What happens if the newest is damaged: "error" never uses an older one,
+                "older" uses the newest whole one, and says in ``Restored.skipped`` what that costs.
+            per_rank: What happens under another number of ranks with what each rank kept for
+                itself: "error" refuses, "drop" leaves it out.
+            reshard: Functions that make new states from the old ones, by pattern of keys; None:
+                none.
             include_failures: Saves of a failing run count too.
             strict: As for ``ckptfs.load``: False allows all that ``allow`` can name.
             allow: As for ``ckptfs.load``: "missing", "extra", "dtype" or "stock".
             objects: "load" or "refuse", as for ``ckptfs.load``.
-            part: This group's part, of a checkpoint that several groups wrote; None: the whole.
-            unlogged: "error" or "ignore": what happens where stock torch saved into the run after the newest
-                commit; None: as the manager was made.
+            part: This group's part of a checkpoint that several groups wrote; None: the whole.
+            unlogged: "error" or "ignore": what happens if stock torch saved into the run after the
+                newest commit; None: as the manager was made.
 
         Returns:
-            What was restored. None only where nothing was ever saved: step 0 is not nothing, so test ``is
-            None``.
+            What was restored. None only if nothing was ever saved: step 0 is not nothing, so test
+            ``is None``.
 
         Raises:
             NotFoundError: There is no such step.
-            IncompleteCheckpointError: The newest is not whole; the message says what is missing where.
+            IncompleteCheckpointError: The newest is not whole; the message says what is missing
+                where.
             IntegrityError: The newest is damaged; its bytes differ from what was written.
             ManifestError: The newest, or the log, is damaged or too new.
-            AmbiguousCheckpointError: Stock torch saved into the run after the newest commit, and ``unlogged``
-                is "error".
-            StateError: The checkpoint does not fit ``state``, or another number of ranks saved what each kept
-                for itself.
+            AmbiguousCheckpointError: Stock torch saved into the run after the newest commit, and
+                ``unlogged`` is "error".
+            StateError: The checkpoint does not fit ``state``, or another number of ranks saved what
+                each kept for itself.
             CollectiveError: Some ranks failed; every rank raises this same error.
         """
         self._settle(1)
@@ -420,7 +434,9 @@ class CheckpointManager(RunManager):
     # -- looking: local, read-only, any time ------------------------------------------------
 
     def latest_of(self, kind: Kinds) -> Checkpoint | None:
-        """The last committed save of ``kind``, by commit order; those of a failing run apart. Local, read-only.
+        """The last committed save of ``kind``, by commit order, without saves of a failing run.
+
+        Local, read-only.
 
         Args:
             kind: "checkpoint" or "weights".

@@ -1,14 +1,13 @@
-"""The options of a manager as closed types, and the names of its checkpoints.
+"""The options of a manager as closed types, and the names of its checkpoints. Pure.
 
-What a manager was asked to be, checked once. Pure.
+The managers take plain keywords, as people type them. They are checked once, here; all other code
+sees closed types.
 
-The manager takes plain keywords, as people type them; from here on there are closed types.
-
-Names of step directories: one template, matched exactly, never by substring.
+Step directories are named by one template, which is matched exactly, never by substring:
 
     Template("step_{N}").name(100)              -> "step_100"
     Template("step_{N}").step_of("step_100")    -> 100
-    Template("step_{N}").step_of("step_100_mine") -> None: somebody else's directory
+    Template("step_{N}").step_of("step_100_mine") -> None: not a directory of this manager
 
 Retention that looks for a substring deletes the user's backups too (torchtitan #4292).
 """
@@ -39,10 +38,13 @@ _PLACE = re.compile(r"\{N(?::0(?P<width>[1-9]\d?))?\}")
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How a step is called: text with one ``{N}``, or ``{N:08}`` for at least eight digits.
+    """How steps are named: text with one ``{N}``, or ``{N:08}`` for at least eight digits.
 
-    text: ``step-{N}``, ``checkpoint-{N}``, ``global_step_{N}``, ... StateError for anything that could
-    not be read back: no place, two places, a slash, a digit beside the place.
+    Raises StateError if a name could not be read back: no placeholder, two of them, a slash, or a
+    digit next to the placeholder.
+
+    Attributes:
+        text: ``step-{N}``, ``checkpoint-{N}``, ``global_step_{N}``, ...
     """
 
     text: str
@@ -69,19 +71,19 @@ class Template:
             )
 
     def name(self, step: int) -> str:
-        """The name of a step. StateError for a negative one."""
+        """Return the name of a step. Raises StateError for a negative step."""
         step = whole_step(step)
         return _PLACE.sub(lambda place: f"{step:0{int(place['width'] or 1)}d}", self.text)
 
     def step_of(self, name: str) -> int | None:
-        """The step whose name this is, None where the template did not make it."""
+        """Return the step that has this name, None if the template did not make the name."""
         place = next(_PLACE.finditer(self.text))
         before, after = self.text[: place.start()], self.text[place.end() :]
         found = re.fullmatch(re.escape(before) + r"([0-9]+)" + re.escape(after), name)
         if found is None:
             return None
         step = int(found[1])
-        # "step_007" is not what step 7 is called here: it is somebody else's.
+        # "step_007" is not the name of step 7 here: another program made it.
         return step if self.name(step) == name else None
 
 
@@ -93,22 +95,28 @@ class SaveMode(ArgumentChoice, parameter="mode"):
 
 
 class IfSlow(ArgumentChoice, parameter="if_slow"):
-    """What an asynchronous save does while as many as allowed are on their way."""
+    """What an asynchronous save does when as many saves as allowed are under way."""
 
     DELAY = "delay"  # wait for the oldest
-    SKIP = "skip"  # save nothing this time, and say so
+    SKIP = "skip"  # save nothing this time, and report that
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How saves are called, by kind. main: the kind of full checkpoints, whose steps count."""
+    """The template of each kind of save.
+
+    ``main`` is the kind of full checkpoints: only their steps count.
+    """
 
     templates: Mapping[Kind, Template]
     main: Kind
 
     @classmethod
     def of_states(cls, checkpoint: Template, weights: Template) -> Names:
-        """Full checkpoints and weights beside them. StateError where the two could meet."""
+        """Names for full checkpoints, and for weights next to them.
+
+        Raises StateError if both templates could make the same name.
+        """
         if any(checkpoint.name(n) == weights.name(n) for n in (1, 10**9)):
             raise StateError(
                 f"checkpoints and weights have the same name template {checkpoint.text!r}",
@@ -118,25 +126,28 @@ class Names:
 
     @classmethod
     def of_directories(cls, template: Template) -> Names:
-        """Directories that a framework wrote."""
+        """Names for directories that a framework wrote."""
         return cls({Kind.DIRECTORY: template}, Kind.DIRECTORY)
 
     def of(self, kind: Kind) -> Template:
-        """The template of a kind. StateError for one that this manager does not save."""
+        """Return the template of a kind.
+
+        Raises StateError for one that this manager does not save.
+        """
         if kind not in self.templates:
             kinds = " and ".join(f"{known.value} saves" for known in self.templates)
             raise StateError(f"this manager saves {kinds}, not {kind.value}")
         return self.templates[kind]
 
     def is_ours(self, seal: Seal) -> bool:
-        """Whether a manager with these names made the save: others are never deleted."""
+        """Whether a manager with these names made the save. Other saves are never deleted."""
         template = self.templates.get(seal.artifact)
         return template is not None and template.step_of(seal.name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a manager saves and what it keeps. StateError: a number that makes no sense."""
+    """How a manager saves and what it keeps. Raises StateError for a number that makes no sense."""
 
     names: Names
     keep: Keep
@@ -153,10 +164,10 @@ class Settings:
     takeover: Takeover = Takeover.AUTO
     pointer: Pointer | None = None
     begin_again: bool = False
-    unlogged: Unlogged = Unlogged.ERROR  # of restores that do not say it themselves
+    unlogged: Unlogged = Unlogged.ERROR  # for restores without an argument of their own
 
     def unlogged_of(self, policy: str | None) -> Unlogged:
-        """That of a restore: its own, or else the manager's."""
+        """Return the policy of one restore: its own, or else the manager's."""
         return self.unlogged if policy is None else Unlogged(policy)
 
     def __post_init__(self) -> None:
@@ -169,7 +180,7 @@ class Settings:
 
 
 def metrics_of(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
-    """Metrics as a seal holds them, sorted by name. StateError for what is no number."""
+    """Return metrics as a seal holds them, by name. Raises StateError for what is no number."""
     found = []
     for name, value in sorted((metrics or {}).items()):
         try:
@@ -179,7 +190,7 @@ def metrics_of(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], 
                 f"metric {name!r} is a {type(value).__name__}, not a number",
                 hint="pass floats: loss.item() for a tensor",
             ) from None
-        # JSON has no NaN; such a metric says nothing, so it is left out.
+        # JSON has no NaN; such a metric has no information, so it is left out.
         if math.isfinite(number):
             found.append((str(name), number))
     return tuple(found)

@@ -1,17 +1,17 @@
-"""Signals that say "this job will be stopped": noted, never acted upon, and passed on.
+"""Signals that announce the end of a job: they are noted and passed on, and start nothing here.
 
     PreemptSignals((SIGTERM,))     handlers installed; ``received`` is None
     SIGTERM arrives                received = "SIGTERM"; the handler that was there before runs too
     .close()                       the handlers that were there before are back
 
-A handler here does three things and no more: it stores a name, it leaves everything else to the next
-``should_save``, and it calls the Python handler that it replaced. It takes no lock and logs nothing:
-it may run between any two instructions of the main thread.
+A handler here stores a name and calls the Python handler that it replaced, and does no more; the
+next ``should_save`` does the rest. The handler takes no lock and logs nothing, because it may run
+between any two instructions of the main thread.
 
-In the child of a fork (a data loader's worker) the signal does what it would do without us: children
-inherit handlers, and ``Process.terminate()`` on a worker must end it. torchrun and Slurm send the
-signal to data loader workers too, which die of it before the last save: ``WorkerShield`` as
-``worker_init_fn`` lets them live.
+In the child of a fork (a worker of a data loader) a signal does what it would do without ckptfs:
+children inherit handlers, and ``Process.terminate()`` on a worker must end it. torchrun and Slurm
+send the signal to data loader workers too, which would die of it before the last save. With
+``WorkerShield`` as ``worker_init_fn`` they survive it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 def signals_of(names: Iterable[SignalName]) -> tuple[signal.Signals, ...]:
-    """Signals by number or name ("SIGTERM"), each once. StateError: no such signal."""
+    """Return signals by number or name ("SIGTERM"), each once.
+
+    Raises StateError if there is no such signal, or if no process can catch it.
+    """
     found = []
     for name in [names] if isinstance(names, int | str) else names:
         try:
@@ -54,10 +57,10 @@ def signals_of(names: Iterable[SignalName]) -> tuple[signal.Signals, ...]:
 
 
 class PreemptSignals:
-    """Handlers for these signals, from now until ``close``. The main thread only.
+    """Handlers for these signals, from now until ``close``. Only the main thread may make one.
 
-    StateError: not the main thread, or a signal whose handler was not set from Python and so could
-    not be put back. No handler is left installed then.
+    Raises StateError on another thread, and for a signal with a handler that was not set from
+    Python and so could not be restored. No handler is left installed then.
     """
 
     def __init__(self, signals: Iterable[SignalName]) -> None:
@@ -77,17 +80,17 @@ class PreemptSignals:
 
     @property
     def received(self) -> str | None:
-        """The name of the first signal that came, None before; it stays."""
+        """The name of the first signal that arrived, None before. It never changes back."""
         return self._received
 
     def note(self, name: str) -> None:
-        """A signal came; called by the handler."""
+        """Note that a signal arrived. Called by the handler."""
         self._received = self._received or name
 
     def close(self) -> None:
-        """Put back what was there before; harmless twice.
+        """Restore the handlers that were there before. A second call does nothing.
 
-        A handler that somebody has put over ours stays, and ours then only passes signals on.
+        A handler that was installed over ours stays; ours then only passes signals on.
         """
         for hook in self._hooks:
             hook.closed = True
@@ -104,7 +107,12 @@ class PreemptSignals:
 
 @dataclass(eq=False, slots=True)
 class _Hook:
-    """The handler of one signal; previous: what it replaced. pid: the process it is for."""
+    """The handler of one signal.
+
+    Attributes:
+        previous: The handler that it replaced.
+        pid: The process that it is for.
+    """
 
     owner: weakref.ref[PreemptSignals]
     watched: signal.Signals
@@ -115,16 +123,16 @@ class _Hook:
 
     @property
     def is_installed(self) -> bool:
-        """False where somebody has put another handler over this one."""
+        """Whether it is the current handler: False if another one was installed over it."""
         return signal.getsignal(self.watched) is self
 
     @property
     def is_inert(self) -> bool:
-        """True once closed or collected, and in the child of a fork."""
+        """Whether it only passes signals on: closed, collected, or in the child of a fork."""
         return self.closed or self.owner() is None or os.getpid() != self.pid
 
     def beneath(self) -> Any:
-        """The handler before ours, without those of ours that are inert."""
+        """Return the handler before ours, skipping those of ours that are inert."""
         previous = self.previous
         while isinstance(previous, _Hook) and previous.is_inert:
             previous = previous.previous
@@ -140,16 +148,16 @@ class _Hook:
         if owner is not None:
             owner.note(self.watched.name)
         if previous is signal.default_int_handler and not again:
-            return  # whoever names SIGINT wants a save, no KeyboardInterrupt; twice is meant
+            return  # the first SIGINT asks for a save; a second one raises KeyboardInterrupt
         if callable(previous):
             previous(number, frame)
 
     def _as_before(self, previous: Any, number: int, frame: FrameType | None) -> None:
-        """What would have happened without us."""
+        """Do what would have happened without this handler."""
         if callable(previous):
             previous(number, frame)
         elif previous == signal.SIG_DFL and self.is_installed:
-            # Not when a handler above ours called us: then this signal has somebody who answers it.
+            # Not if a handler above ours called us: that handler deals with the signal.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -158,10 +166,11 @@ class _Hook:
 class WorkerShield:
     """``DataLoader(..., worker_init_fn=WorkerShield((SIGTERM,)))``: workers outlive the signal.
 
-    Launchers stop a job by a signal to every process of it, workers too; a worker that dies of it raises
-    RuntimeError in the training loop, before the last save. Only what the worker's parent sends still ends
-    it: that is how a loader ends its workers, and ignoring it would hang the end of the program. Picklable if
-    ``then`` is. Linux; does nothing elsewhere.
+    Launchers stop a job by a signal to every process of it, including workers; a worker that dies
+    of it raises RuntimeError in the training loop, before the last save. With the shield, only a
+    signal from the worker's parent still ends the worker: that is how a loader ends its workers,
+    and ignoring it would hang the end of the program. Picklable if ``then`` is. Linux; does nothing
+    elsewhere.
 
     Attributes:
         signals: Names or numbers of the signals.
@@ -172,7 +181,10 @@ class WorkerShield:
     then: Callable[[int], Any] | None = None
 
     def __call__(self, worker: int) -> None:
-        """In the worker, before it has threads: hold the signals back and look who sent them."""
+        """Block the signals in the worker, and let a thread check who sent them.
+
+        Called in the worker before it has other threads.
+        """
         watched = signals_of(self.signals)
         if hasattr(signal, "sigwaitinfo"):
             signal.pthread_sigmask(signal.SIG_BLOCK, watched)

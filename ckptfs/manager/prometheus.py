@@ -6,10 +6,10 @@
     ckptfs_last_commit_step{job="llm-7b",kind="checkpoint"} 12000
     ckptfs_save_failures_total{job="llm-7b",type="NoSpaceError",outcome="failed"} 1
 
-The file is replaced whole, through storage: a scrape sees the old one or the new one. It may as well
-be an object (``s3://``), for whoever collects from there. What a commit said stays in the file when
-the job is restarted: an alert on the age of the last commit must not fall silent because the job
-died and came back. Counters start again at 0, as Prometheus expects of them.
+The file is replaced as a whole, through a storage: a scrape sees the old one or the new one. It may
+also be an object (``s3://``), for collectors that read from there. The figures of the last commit
+stay in the file when the job is restarted: an alert on the age of the last commit must not fall
+silent because the job died and came back. Counters start again at 0, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -76,22 +76,22 @@ _FAMILIES = {
 
 @dataclass(slots=True)
 class Figures:
-    """What the events amount to: samples by name and labels, and what is on its way out."""
+    """What the events add up to: samples by name and labels, and deleted saves with bytes left."""
 
     samples: dict[tuple[str, Labels], float] = field(default_factory=dict)
     debris: set[str] = field(default_factory=set)
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """A gauge."""
+        """Set a gauge."""
         self.samples[name, tuple(labels.items())] = value
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        """A counter."""
+        """Increase a counter."""
         key = (name, tuple(labels.items()))
         self.samples[key] = self.samples.get(key, 0.0) + amount
 
     def hear(self, event: Event, at_ns: int) -> bool:
-        """Take an event in; whether it changed anything."""
+        """Take an event in; return whether it changed anything."""
         match event:
             case SaveCommitted():
                 self._committed(event, at_ns)
@@ -140,16 +140,16 @@ class Figures:
 
 
 def error_type(error: str) -> str:
-    """The class in front of an error's text ("NoSpaceError: ..." or its repr), else "other".
+    """Return the class in front of an error's text ("NoSpaceError: ..." or its repr), else "other".
 
-    Never the text itself: each distinct label value is a time series for ever.
+    The text itself never becomes a label: each distinct label value is a time series that stays.
     """
     found = _ERROR.match(error)
     return found[0].rpartition(".")[2] if found else "other"
 
 
 def render(samples: Mapping[tuple[str, Labels], float], constant: Labels = ()) -> str:
-    """Samples in the text format, families together, each with its help and type."""
+    """Return the samples in the text format: families together, each with its help and type."""
     lines = []
     for name, (kind, told) in _FAMILIES.items():
         mine = [(labels, value) for (at, labels), value in samples.items() if at == name]
@@ -160,7 +160,7 @@ def render(samples: Mapping[tuple[str, Labels], float], constant: Labels = ()) -
 
 
 def parse_last(text: str, constant: Labels = ()) -> dict[tuple[str, Labels], float]:
-    """What an earlier process said of its last commits, under the same constant labels."""
+    """Return an earlier process's samples of its last commits, under the same constant labels."""
     found: dict[tuple[str, Labels], float] = {}
     for line in text.splitlines():
         match = _SERIES.fullmatch(line)
@@ -194,18 +194,18 @@ def _number(value: float) -> str:
 
 
 class PrometheusTextfile(TimedListener):
-    """Writes the file again after each event that changes a figure; on the coordinator alone.
+    """Writes the file again after each event that changes a figure; on the coordinator only.
 
-    With ``EveryRank`` every rank needs a file of its own. A name of a label that Prometheus does not take is
-    a StateError. Failures of writing are logged, and no save fails because of them; the next event writes
-    again. A crash leaves the file of the event before.
+    With ``EveryRank`` every rank needs a file of its own. A label name that Prometheus does not
+    accept is a StateError. A failure to write is logged, and no save fails because of it; the next
+    event writes again. A crash leaves the file of the previous event.
 
     Args:
         path_or_uri: The file; its directory exists and node_exporter reads it (``*.prom``).
-        labels: Put on every sample; two jobs of one node need two files and different labels. None: no
-            labels.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``path_or_uri``,
-            where it has some.
+        labels: Put on every sample; two jobs of one node need two files and different labels. None:
+            no labels.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of
+            ``path_or_uri``, if it has any.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class PrometheusTextfile(TimedListener):
         self._carried = False
 
     def hear(self, event: Event, at_ns: int) -> None:
-        """Write the file where the event changes it."""
+        """Write the file if the event changes it."""
         if not self._figures.hear(event, at_ns):
             return
         if not self._carried:

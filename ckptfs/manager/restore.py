@@ -1,28 +1,25 @@
-"""Restore: which places are read, which checkpoint is whole, and the load.
-
-Restore: from the newest checkpoint that is whole on all domains, decided once for all ranks.
+"""Restore from the newest checkpoint that is whole on all domains, decided once for all ranks.
 
     survey    one process per node folds its domain's log      -> candidates, newest commit first
     check     every rank finds the save, reads `.metadata`, looks at its share of the files
                                                                -> whole, or damaged: what, where
     load      plan, read, verify, hand over                    -> outcome
-    again     damaged: a copy of the same save; an older one if the caller allows that; else an error
+    again     if damaged: a copy of the same save; an older save if the caller allows that; else an error
 
-Collective and read-only. None means that the run is truly empty: nothing was ever committed and
-nothing there looks like a checkpoint. Everything else is an error that says what it is.
+Collective and read-only. None means that the run is truly empty: nothing was ever committed, and
+nothing there looks like a checkpoint. In every other case an error says what is wrong.
 
-The places that a restore may read from, as all ranks know them together: the run and its copies.
+``Places`` are the places that a restore may read from, as all ranks know them together: the run and
+its copies. Each call is collective, and its answer is the same on every rank:
 
     survey(n)         one process per node folds its domain's log    -> candidates of one place
-    refuse_unfit(n)   checkpoints are there, and none may be taken     -> StateError
-    check_nothing()   nowhere is anything that looks like a checkpoint, or an error says what it is
+    refuse_unfit(n)   there are checkpoints, but none may be taken   -> StateError
+    check_nothing()   no place has anything that looks like a checkpoint, or an error says what it is
 
-Each is collective; verdicts are the same on every rank.
+``check`` finds out whether one save is whole, by all ranks of a place together:
 
-Whether one save is whole, found out by all ranks of a place together. Collective, read-only.
-
-check the checkpoint    every rank finds the save, reads `.metadata`, looks at its share of the files
-name what is missing    only when something is
+    check the checkpoint    every rank finds the save, reads `.metadata`, looks at its share of the files
+    name what is missing    only if something is
 """
 
 from __future__ import annotations
@@ -92,7 +89,7 @@ __all__ = ["Opened", "Places", "RestoreOutcome", "Surveyed", "check", "restore"]
 
 logger = logging.getLogger("ckptfs.manager")
 
-# A save that this rank found, and its metadata.
+# A save as this rank found it, and its metadata.
 Opened = tuple[Found, Metadata]
 ReadMetadata = Callable[[Storage, Found], Metadata]
 
@@ -100,9 +97,10 @@ ReadMetadata = Callable[[Storage, Found], Metadata]
 def check(
     seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata = read_metadata
 ) -> Damage | None:
-    """Collective. None when every rank finds the save and every file is there with its size.
+    """Return None if every rank finds the save and every file is there with its size. Collective.
 
-    held: gets what this rank found, for the load that follows. read: directories have no metadata.
+    ``held`` receives what this rank found, for the load that follows. ``read`` reads the metadata;
+    directories have none.
     """
     reports: list[Report] = []
 
@@ -128,13 +126,13 @@ def check(
 
 
 def _report(seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata) -> Report:
-    """Local. What this rank finds of a save."""
+    """Return what this rank finds of a save. Local."""
     mine, storage, shape = seat.placement.mine, seat.storage, seat.caps.shape
     try:
         found = drive(find(seal, shape, storage.uri(seal.name)), storage)
         held.append((found, read(storage, found)))
         files = () if found.manifest is None else found.manifest.files
-        # One listing on an object store; elsewhere the ranks of a domain share the looking.
+        # One rank lists on an object store; elsewhere the ranks of a domain share the work.
         ranks = mine.ranks[:1] if shape is Shape.OBJECT else mine.ranks
         share: list[FileRecord] = []
         if seat.control.rank in ranks:
@@ -154,8 +152,11 @@ def _report(seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata) -> R
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """What all ranks know of one source. unreached: why nothing could be read, None if it could.
-    unlogged: what another program saved there after the newest commit.
+    """What all ranks know of one source.
+
+    Attributes:
+        unreached: Why nothing could be read; None: it could be read.
+        unlogged: What another program saved there after the newest commit.
     """
 
     choice: Choice
@@ -165,7 +166,7 @@ class Surveyed:
 
 
 class Places:
-    """Where a restore may read from, the run first."""
+    """The places that a restore may read from, the run first."""
 
     def __init__(self, seats: Sequence[Seat], request: RestoreRequest) -> None:
         self.seats = tuple(seats)
@@ -176,21 +177,24 @@ class Places:
         return len(self.seats)
 
     def forget(self) -> None:
-        """Look at everything anew."""
+        """Forget all surveys, so that each place is read again."""
         self._surveyed.clear()
 
     def uri(self, source: int) -> Uri:
-        """The run there."""
+        """Return the URI of the run at this place."""
         return self.seats[source].storage.root
 
     def survey(self, source: int) -> Surveyed:
-        """Collective, once per source. Candidates, from the logs of the reached domains."""
+        """Return the candidates, from the logs of the reached domains.
+
+        Collective; read once per source.
+        """
         if source not in self._surveyed:
             self._surveyed[source] = self.look_again(source)
         return self._surveyed[source]
 
     def look_again(self, source: int) -> Surveyed:
-        """Collective. The same, as it is now."""
+        """Return the candidates as they are now. Collective."""
         seat = self.seats[source]
 
         def local() -> Sight | StorageError | None:
@@ -202,7 +206,7 @@ class Places:
             except StorageError as error:
                 if len(self.seats) == 1:
                     raise
-                return error  # a copy may stand in for a place that is down
+                return error  # a copy may replace a place that is down
 
         def decide(answers: Sequence[Sight | StorageError | None]) -> Surveyed:
             errors = [a for a in answers if isinstance(a, StorageError)]
@@ -221,7 +225,7 @@ class Places:
                 if sight.domain is None or sight.state is None:
                     continue
                 known = views.get(sight.domain)
-                # Two nodes of one domain: one of them may see less of its log yet.
+                # Of two nodes of one domain, one may still see less of its log.
                 if known is None or known.next < sight.state.next:
                     views[sight.domain] = sight.state
             foreign = {name for sight in sights for name in sight.unlogged}
@@ -232,8 +236,9 @@ class Places:
         return seat.control.step("survey the run", local, decide)
 
     def _with_unlogged(self, source: int, sight: Sight) -> Sight:
-        """With what another program saved after the newest commit; asked of the run, by one process of
-        each domain.
+        """Add what another program saved after the newest commit.
+
+        Only the run is searched, not its copies, by one process of each domain.
         """
         seat, request = self.seats[source], self._request
         is_asked = source == 0 and request.kind is not Kind.WEIGHTS
@@ -252,8 +257,10 @@ class Places:
         return replace(sight, unlogged=drive(names, seat.storage))
 
     def refuse_unlogged(self) -> None:
-        """AmbiguousCheckpointError where stock torch, say, saved into the run after its newest commit, or
-        over the step that was asked for: to go back to ours would lose what came later.
+        """Refuse to restore if another program's save is newer than the run's newest commit.
+
+        Stock torch, for example, may have saved there, or over the step that was asked for.
+        Restoring the commit of ckptfs would lose the later save. Raises AmbiguousCheckpointError.
         """
         mine = self.survey(0)
         if mine.unlogged:
@@ -261,7 +268,11 @@ class Places:
             raise unlogged_error(mine.unlogged, ours, self.uri(0))
 
     def allow_unreached(self, why: str) -> None:
-        """IncompleteCheckpointError where the run cannot be read and nobody allowed older copies."""
+        """Allow older copies to replace a run that cannot be read, or raise.
+
+        Raises IncompleteCheckpointError unless the caller passed ``fallback="older"`` and there are
+        copies.
+        """
         if len(self.seats) > 1 and self._request.fallback is Fallback.OLDER:
             logger.warning("%s cannot be read; its copies are tried: %s", self.uri(0), why)
             return
@@ -274,15 +285,18 @@ class Places:
         )
 
     def is_passed(self) -> bool:
-        """Collective. Whether a copy knows the primary's newest and went on from there: node-local
-        disks of an earlier allocation look like that.
+        """Whether a copy has the run's newest save and continued from there. Collective.
+
+        Node-local disks of an earlier allocation look like that.
         """
         mine = self.survey(0).choice
         return any(is_passed(mine, self.survey(n).choice) for n in range(1, len(self.seats)))
 
     def refuse_fork(self) -> None:
-        """Collective. StateError where a copy has a later step that this run never heard of, and this
-        run's newest was never copied: which of the two is the run is somebody's decision.
+        """Raise StateError if a copy and the run have diverged. Collective.
+
+        The copy then has a later step that is not in the run's log, and the run's newest save was
+        never copied. A person has to decide which of the two is the run.
         """
         mine = self.survey(0).choice
         for n in range(1, len(self.seats)):
@@ -298,10 +312,11 @@ class Places:
                 )
 
     def home(self) -> int | None:
-        """Collective. The place whose newest checkpoint counts; None: nothing was ever committed anywhere.
+        """Return the place that has the newest checkpoint; None: nothing was ever committed.
 
-        The run decides what is newest. A copy serves all of it where the run is empty, and where it went on
-        from a copy elsewhere. Errors as for ``restore``.
+        Collective. The run decides which checkpoint is the newest. A copy replaces the run if the
+        run is empty, or if the run continued elsewhere from a copy. Errors are those of
+        ``restore``.
         """
         primary = self.survey(0)
         if primary.unreached is not None:
@@ -325,13 +340,13 @@ class Places:
         return home
 
     def furthest_copy(self) -> int | None:
-        """The copy to go on from where the primary has nothing."""
+        """Return the copy to resume from if the run has nothing."""
         choices = [self.survey(n).choice for n in range(1, len(self.seats))]
         found = ahead(choices)
         return None if found is None else found + 1
 
     def refuse_unfit(self, source: int) -> None:
-        """StateError where there are checkpoints and none that may be taken."""
+        """Raise StateError if there are checkpoints, but none that may be taken."""
         unfit = self.survey(source).choice.unfit
         where = self.uri(source)
         if FAILURES in unfit and self._request.step is None:
@@ -349,7 +364,10 @@ class Places:
             )
 
     def check_nothing(self) -> None:
-        """StateError, NotFoundError or IncompleteCheckpointError unless nothing was ever committed."""
+        """Raise an error unless nothing was ever committed.
+
+        It is a StateError, a NotFoundError or an IncompleteCheckpointError.
+        """
         if self._request.step is not None:
             self.refuse_unlogged()
         for source, seat in enumerate(self.seats):
@@ -381,7 +399,7 @@ class Places:
                 try:
                     drive(refuse_no_run(self.uri(source), seat.caps.shape), seat.storage)
                 except StateError as error:
-                    return error  # a value, so that it is raised as its type
+                    return error  # returned, so that ``decide`` can raise it as its own type
             return drive(leftovers(step_of, known, has_log=surveyed.has_log), seat.storage)
 
         def decide(answers: Sequence[tuple[str, ...] | StateError]) -> None:
@@ -402,21 +420,26 @@ class Places:
 
 
 def _looks(seat: Seat) -> bool:
-    """One process per node where nodes may see different things; one of all on an object store."""
+    """Whether this process reads: one per node, or one of all on an object store.
+
+    Nodes may see different things on a filesystem.
+    """
     if seat.caps.shape is Shape.OBJECT:
         return seat.placement.is_owner
     return seat.placement.is_node_lead
 
 
-TRIES = 5  # a run whose saves move under a reader settles at the second look
+TRIES = 5  # a run that changes while it is read settles at the second look
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreOutcome:
-    """A restore that is done. source: which of the places it was read from, 0 is the primary.
+    """A restore that is done.
 
-    save_id: retention must not delete this save before the next commit. copied: what a copy of this rank's
-    part of it takes.
+    Attributes:
+        save_id: The save that retention must not delete before the next commit.
+        source: The index of the place that it was read from; 0 is the run.
+        copied: The memory that a copy of this rank's part of it takes.
     """
 
     restored: Restored
@@ -427,18 +450,21 @@ class RestoreOutcome:
 
 
 class _MovedError(Exception):
-    """The run changed while it was read: look again, all ranks together."""
+    """The run changed while it was read; all ranks read it again."""
 
 
 def restore(sources: Sequence[Seat], state: Any, request: RestoreRequest) -> RestoreOutcome | None:
-    """Collective, read-only. Restore ``state`` in place from the newest whole checkpoint.
+    """Restore ``state`` in place from the newest whole checkpoint. Collective, read-only.
 
-    sources: the run, then its copies; their controls are one. The run decides what is newest; a copy
-    serves a save that the run has lost, and all of them when the run is truly empty. None: nothing
-    was ever committed anywhere. NotFoundError: no such step. IncompleteCheckpointError,
-    IntegrityError, ManifestError: the newest is damaged, lost in part, or in doubt, and what is
-    missing where. StateError: the state does not fit, or the place holds checkpoints that are not
-    this run's, or that another program saved after its newest commit. After an error while reading, tensors are undefined.
+    ``sources`` are the run, then its copies, with one control. The run decides which checkpoint is
+    the newest. A copy serves a save that the run has lost, and all saves if the run is truly empty.
+    Returns None if nothing was ever committed anywhere.
+
+    Raises NotFoundError if there is no such step. Raises IncompleteCheckpointError, IntegrityError
+    or ManifestError if the newest is damaged, partly lost, or in doubt; the message says what is
+    missing where. Raises StateError if the state does not fit, or if the place has checkpoints that
+    are not this run's, or that another program saved after its newest commit. After an error while
+    reading, tensors are undefined.
     """
     if request.part is not None and request.fallback is Fallback.OLDER:
         raise StateError(
@@ -462,7 +488,7 @@ def restore(sources: Sequence[Seat], state: Any, request: RestoreRequest) -> Res
 
 
 class _Restore:
-    """One restore. Every branch depends on verdicts only, so all ranks take the same one."""
+    """One restore. Every branch depends only on verdicts, so all ranks take the same one."""
 
     def __init__(self, sources: Sequence[Seat], state: Any, request: RestoreRequest) -> None:
         self._places = Places(sources, request)
@@ -473,7 +499,7 @@ class _Restore:
         self._started = time.perf_counter()
 
     def run(self) -> RestoreOutcome | None:
-        """Take the newest whole one; None: truly empty."""
+        """Restore the newest whole checkpoint; None: the run is truly empty."""
         places = self._places
         places.forget()
         self._skipped.clear()
@@ -505,7 +531,7 @@ class _Restore:
         )
 
     def _take_one(self, home: int, candidate: Candidate) -> RestoreOutcome | Damage:
-        """The save where it was found, else wherever a copy of the same save is whole."""
+        """Take the save from where it was found, or else from a copy that is whole."""
         first = self._try(home, candidate)
         if isinstance(first, RestoreOutcome):
             return first
@@ -526,7 +552,7 @@ class _Restore:
     def _try(self, source: int, candidate: Candidate) -> RestoreOutcome | Damage:
         first = self._try_now(source, candidate)
         if isinstance(first, Damage) and first.flaw is Flaw.INCOMPLETE:
-            # It may have been projected between the look and the read: what is missing is missed twice.
+            # It may have been projected between the survey and the read: only what is missing twice counts.
             return self._try_now(source, candidate)
         return first
 
@@ -549,7 +575,7 @@ class _Restore:
         return damage
 
     def _piece(self, source: int, candidate: Candidate) -> Seal:
-        """The save to look for: the candidate, or the part of it that was asked for."""
+        """Return the save to look for: the candidate, or the part of it that was asked for."""
         if candidate.doubt:
             return candidate.seal
         where = self._places.uri(source) / candidate.seal.name
@@ -570,7 +596,7 @@ class _Restore:
         hooks, dropped = self._decide_moves(marks, world)
         moving = Moving(marks, hooks, control.rank, control.size)
         blanks: list[Blank] = []
-        # A step, because an object that does not fit may do so on one rank only.
+        # A step, because an object may fit on all ranks but one.
         control.step(
             "look at the state", lambda: blanks.append(blank_of(self._state, saved, moving))
         )
@@ -604,7 +630,10 @@ class _Restore:
     def _decide_moves(
         self, marks: Marks, world: int
     ) -> tuple[Mapping[str, Reshard], tuple[str, ...]]:
-        """Collective where ranks of another world size kept state: hooks by key, and what is dropped."""
+        """Return the hooks by key, and the keys to drop, if another number of ranks kept state.
+
+        Collective in that case.
+        """
         if not marks.keys:
             return {}, ()
 
@@ -651,7 +680,7 @@ class _Restore:
 
 
 def _without(metadata: Metadata, hooks: Collection[str]) -> Metadata:
-    """The metadata without what old ranks kept for themselves, but for what hooks make new."""
+    """Return the metadata without what old ranks kept for themselves, except what hooks use."""
 
     def is_wanted(key: str) -> bool:
         own = unmarked_key(key)

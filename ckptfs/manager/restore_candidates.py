@@ -1,18 +1,18 @@
 """What a restore may take, in which order, and what is wrong with what it may not take. Pure.
 
-Which checkpoint a restore takes: the order in which they are tried, from folded logs. Pure.
+The candidates come from folded logs, in the order in which they are tried:
 
     choose(views, request)      -> Choice: candidates, newest commit first; or why there are none
     ahead(choices)              -> of several copies, the one that is furthest
 
-Newest means commit order, never the largest step: a run restored at 50 and retrained to 70 must not
-wake up at the rejected 100. A save that is in doubt stands in its place of that order: passing it by
-without a word would be going back without a word.
+Newest means commit order, never the largest step: a run that was restored at 50 and trained to 70
+again must not resume at the rejected 100. A save that is in doubt keeps its place in that order:
+skipping it silently would mean going back silently.
 
-What is wrong with a checkpoint, found by all ranks together and told in one error. Pure.
+All ranks together find out what is wrong with a checkpoint, and one error reports it:
 
-every rank     Report: does it find the save, what is missing of its share
-coordinator    judge(reports) -> None, or a Damage that names domain, node, ranks and shards
+    every rank     Report: whether it finds the save, what is missing of its share
+    coordinator    judge(reports) -> None, or a Damage that names domain, node, ranks and shards
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _HINT = (
 
 
 class Flaw(Enum):
-    """How a checkpoint is damaged, and with which error that is told."""
+    """How a checkpoint is damaged, and which error reports it."""
 
     INCOMPLETE = "incomplete"
     CHANGED = "changed"
@@ -89,7 +89,7 @@ class Flaw(Enum):
 
     @property
     def error(self) -> type[CkptfsError]:
-        """The error's type."""
+        """The type of the error."""
         return _ERRORS[self]
 
 
@@ -102,8 +102,13 @@ _ERRORS: dict[Flaw, type[CkptfsError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank found. domain: its own. flaw, why: the save is not to be read from here at all.
-    missing: of its share of the files.
+    """What one rank found.
+
+    Attributes:
+        domain: Its own domain.
+        flaw: How the save is damaged, if it cannot be read from here at all.
+        why: The reason for that, in words.
+        missing: What is missing of its share of the files.
     """
 
     domain: str
@@ -114,7 +119,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Who wrote what, by domain id: hosts and ranks, and data files."""
+    """What each domain of a checkpoint wrote, by domain id: hosts and ranks, and data files."""
 
     hosts: Mapping[str, str]
     shards: Mapping[str, tuple[str, ...]]
@@ -128,12 +133,12 @@ class Damage:
     why: str
 
     def error(self, name: str, uri: object) -> CkptfsError:
-        """The error to raise; the same on every rank."""
+        """Return the error to raise; the same on every rank."""
         return self.flaw.error(f"{name} is damaged: {self.why}", uri=uri, hint=_HINT)
 
 
 def contents_of(manifest: Manifest) -> Contents:
-    """What a message may need of a manifest."""
+    """Return what messages need from a manifest."""
     hosts = {
         d.id: f"{', '.join(d.hosts)} (ranks {listed([str(r) for r in d.ranks])})"
         for d in manifest.domains
@@ -150,7 +155,7 @@ def _is_data(record: FileRecord) -> bool:
 
 
 def judge(seal: Seal, reports: Sequence[Report]) -> Flaw | None:
-    """Whether a save is whole: None, or how it is not."""
+    """Return None if a save is whole, else how it is damaged."""
     flaws = [r.flaw for r in reports if r.flaw is not None]
     changed = next((f for f in flaws if f is not Flaw.INCOMPLETE), None)
     if changed is not None:
@@ -164,7 +169,7 @@ def judge(seal: Seal, reports: Sequence[Report]) -> Flaw | None:
 def describe(
     seal: Seal, reports: Sequence[Report], worlds: Sequence[World], contents: Contents | None
 ) -> str:
-    """What is missing where: domains, nodes, ranks, shards."""
+    """Return what is missing where: domains, nodes, ranks, shards."""
     reached = {r.domain for r in reports if r.flaw is None}
     told = [_lost_domain(domain, contents) for domain in seal.domains if domain not in reached]
     blind = {n: r for n, r in enumerate(reports) if r.flaw is not None}
@@ -194,13 +199,13 @@ def _places(ranks: Sequence[int], worlds: Sequence[World]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(names[:_MOST]) + more
 
 
-# Errors of single ranks while they read that mean that the checkpoint is damaged. Others, such as no
-# permission or a state that does not fit, would meet an older checkpoint as well.
+# Errors of single ranks during the read which mean that the checkpoint is damaged. Others, such as
+# missing permission or a state that does not fit, would occur with an older checkpoint as well.
 _WHILE_READING = {
     "IncompleteCheckpointError": Flaw.INCOMPLETE,
     "NotFoundError": Flaw.INCOMPLETE,
@@ -212,7 +217,7 @@ _WHILE_READING = {
 
 
 def damage_of(error: CollectiveError, worlds: Sequence[World]) -> Damage | None:
-    """The damage that ranks met while they read; None where it is anything else."""
+    """Return the damage that ranks found while they read; None if the error is anything else."""
     flaws = {
         rank: _WHILE_READING.get(failure.type.removeprefix("ckptfs.errors."))
         for rank, failure in error.failures.items()
@@ -227,7 +232,10 @@ def damage_of(error: CollectiveError, worlds: Sequence[World]) -> Damage | None:
 
 
 def doubt_of(domains: Sequence[str], damage: Damage | None) -> Damage:
-    """A save that no reached domain knows the outcome of, and what is lost of it. domains: that do."""
+    """Return the damage of a save in doubt: no reached domain knows whether it was committed.
+
+    ``domains`` are those that know, ``damage`` is what else is lost of it.
+    """
     why = f"; {damage.why}" if damage is not None else ""
     return Damage(
         Flaw.INCOMPLETE,
@@ -237,7 +245,7 @@ def doubt_of(domains: Sequence[str], damage: Damage | None) -> Damage:
 
 
 class Fallback(ArgumentChoice, parameter="fallback"):
-    """What to do where the newest checkpoint is damaged, lost in part, or in doubt."""
+    """What to do if the newest checkpoint is damaged, partly lost, or in doubt."""
 
     ERROR = "error"
     OLDER = "older"  # take the next older one that is whole, and say what that costs
@@ -254,11 +262,15 @@ class PerRankPolicy(ArgumentChoice, parameter="per_rank"):
 class RestoreRequest:
     """What to restore.
 
-    step_of: the template's; names that it does not know are not candidates. step: exactly this one,
-    a failing run's included; None is the newest. reshard: fnmatch patterns of keys -> what makes the
-    new rank's state of all old ranks' states. strict, allow, objects: as for ``ckptfs.load``. part: of a checkpoint
-    that several groups wrote, the one to restore; ranks outside its group have others. unlogged: what to
-    do where another program saved after the newest commit.
+    Attributes:
+        step_of: Of the template; a save with a name that it does not match is no candidate.
+        step: Exactly this one, also of a failing run; None: the newest.
+        reshard: Makes the state of a new rank from the states of all old ranks, by fnmatch pattern
+            of keys.
+        part: The part to restore, of a checkpoint that several groups wrote; ranks of other groups
+            restore other parts.
+        unlogged: What to do if another program saved after the newest commit.
+        strict: As for ``ckptfs.load``, like allow and objects.
     """
 
     step_of: Callable[[str], int | None]
@@ -277,8 +289,9 @@ class RestoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One checkpoint that may be taken. doubt: ids of domains out of reach that could tell whether it
-    was committed; () for one that was.
+    """One checkpoint that may be taken.
+
+    ``doubt`` has the ids of unreachable domains that know whether it was committed; () if it was.
     """
 
     seal: Seal
@@ -288,9 +301,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Candidates, newest commit first. steps: of all that may be named. unfit: live saves of this
-    kind that were left out, and why each group was. known: every save that the logs ever heard of, by
-    the ids of the originals; names: theirs.
+    """What one place offers to a restore.
+
+    Attributes:
+        candidates: Newest commit first.
+        steps: The steps that may be named.
+        unfit: The names of live saves of this kind that were left out, by the reason.
+        known: All saves that the logs mention, by the ids of the originals.
+        names: The names of these saves.
     """
 
     candidates: tuple[Candidate, ...] = ()
@@ -300,7 +318,7 @@ class Choice:
     names: frozenset[str] = frozenset()
 
     def of(self, save_id: str) -> Candidate | None:
-        """The candidate that is this save, or a copy of it; None where there is none."""
+        """Return the candidate that is this save or a copy of it; None if there is none."""
         origin = origin_of(save_id)
         return next((c for c in self.candidates if origin_of(c.seal.save_id) == origin), None)
 
@@ -310,7 +328,7 @@ FAILURES = "saved by a failing run"
 
 
 def choose(views: Views, request: RestoreRequest) -> Choice:
-    """The candidates of one run, from its reached domains' logs."""
+    """Return the candidates of one run, from the logs of its reached domains."""
     seals = [s for s in _seals(views) if s.artifact is request.kind]
     named = [s for s in seals if request.step_of(s.name) is not None]
     wanted = named
@@ -342,7 +360,7 @@ def _candidate(seal: Seal, views: Views, request: RestoreRequest) -> Candidate:
 
 
 def _seals(views: Views) -> list[Seal]:
-    """Live saves, and those in doubt that no later commit replaced, in commit order."""
+    """Return, in commit order, live saves and those in doubt that no later commit replaced."""
     lives = commits(views)
     used = used_overwrites(views, lives)
     catalogued = {live.seal.save_id for live in catalog_of(lives, views)}
@@ -371,8 +389,10 @@ def _seals(views: Views) -> list[Seal]:
 
 
 def _seq_before(part: Part, views: Views) -> int:
-    """A part's place among its base's saves, which only its home knows: after all that were sealed
-    where it was sealed, before it was.
+    """Return a place in the order for a part, among the saves of its base.
+
+    Only the part's home knows the real one. This one comes after all saves that were sealed in the
+    part's domain before it.
     """
     view = next(views[d] for d in part.domains if d in views)
     at = view.save(part.save_id).sealed_at or 0
@@ -381,8 +401,9 @@ def _seq_before(part: Part, views: Views) -> int:
 
 
 def is_passed(mine: Choice, other: Choice) -> bool:
-    """Whether another place of the run has this one's newest save, and went on to one that this place
-    never heard of: the run moved on elsewhere, and this is what it left.
+    """Whether ``other`` has the newest save of ``mine`` and continued to one unknown to ``mine``.
+
+    The run then moved on elsewhere, and ``mine`` is what it left.
     """
     if not mine.candidates or not other.candidates:
         return False
@@ -391,10 +412,11 @@ def is_passed(mine: Choice, other: Choice) -> bool:
 
 
 def is_forked(mine: Choice, other: Choice) -> bool:
-    """Whether both places went on by themselves from what they have in common, the other one further.
+    """Whether both places continued separately from a common state, and ``other`` is further.
 
-    A disk of an earlier allocation whose newest save was never copied looks like that: its job died,
-    and the next one went on elsewhere. By steps, because no log knows both.
+    A disk of an earlier allocation looks like that if its newest save was never copied: its job
+    died, and the next job continued elsewhere. The steps decide which is further, because no log
+    knows both.
     """
     if not mine.candidates or not other.candidates or not mine.known & other.known:
         return False
@@ -407,10 +429,10 @@ def is_forked(mine: Choice, other: Choice) -> bool:
 
 
 def ahead(choices: Sequence[Choice]) -> int | None:
-    """Which of several copies of one run to go on from; None where none has a candidate.
+    """Return which of several copies of one run to resume from; None if none has a candidate.
 
-    A copy whose newest save another one knows and has passed is behind it; of the rest the one with
-    the greatest step, of equals the first.
+    A copy is behind if another copy knows its newest save and has passed it. Of the others, the one
+    with the greatest step is taken, and the first of equals.
     """
     fit = [n for n, choice in enumerate(choices) if choice.candidates]
 

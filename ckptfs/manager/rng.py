@@ -7,10 +7,11 @@
     torch         the CPU generator
     cuda, ...     each device of the accelerator that this process has used
 
-The bundle belongs to one rank and is saved per rank. Restoring takes key by key: what the checkpoint
-lacks, what this machine has not got, and what no generator of its kind could have saved, is skipped,
-logged, and told in ``skipped``; it never fails a restore. Devices go by their number, but the device that was current comes back to the one that is
-current now: a rank may find itself on another one.
+The bundle belongs to one rank and is saved per rank. It is restored key by key. A key is skipped if
+the checkpoint lacks it, if this machine has no such generator, or if no generator of its kind could
+have saved the value. What was skipped is logged and listed in ``skipped``; it never fails a
+restore. Devices are matched by their number, but the state of the device that was current goes to
+the device that is current now: a rank may run on another device than before.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ class RngState:
         self.skipped: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states: plain values and tensors. Starts no accelerator."""
+        """Return the states of the generators: plain values and tensors. Starts no accelerator."""
         found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             found["numpy"] = _numpy_state(numpy)
         for name, module in _accelerators():
-            # A generator of a device that was never used has given no number, and asking it would
-            # make a context on that device, hundreds of MiB for each rank.
+            # The generator of a device that was never used has drawn no number, and reading it would
+            # create a context on that device, hundreds of MiB for each rank.
             if _is_started(module):
                 found[name] = _device_states(module)
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what is in ``state`` and fits; ``skipped`` has the rest. Never raises for content."""
+        """Restore what fits of ``state``; ``skipped`` lists the rest. Never raises for content."""
         self.skipped = ()
         self._take("python", state, _set_python)
         self._take("torch", state, _set_torch)
@@ -91,7 +92,7 @@ class RngState:
     def _devices(self, name: str, module: Any, saved: Mapping[str, Any]) -> None:
         states, was, count = saved["devices"], saved["current"], _count(module)
         now = _current(module, was)
-        # The two change places: what was drawn on this rank's device goes on, whatever it is called.
+        # The two are swapped: the sequence of this rank's device continues, whatever its number is now.
         places = {was: now, now: was}
         for number in range(count):
             source = places.get(number, number)
@@ -106,7 +107,7 @@ class RngState:
 
 
 def _numpy_state(numpy: Any) -> dict[str, Any]:
-    """As numpy tells it, of whichever generator its global functions draw from."""
+    """Return numpy's state of the generator that its global functions draw from."""
     state: dict[str, Any] = _plain(numpy.random.get_state(legacy=False))
     return state
 
@@ -120,8 +121,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | float) else int(value)
 
 
-# The largest value of each number in numpy's states. numpy believes them: with a position beyond its
-# buffer it draws from whatever lies behind that in memory.
+# The largest value of each number in numpy's states. numpy does not check them: with a position beyond
+# its buffer it draws from the memory behind that.
 _MOST = {
     "pos": 624,
     "buffer_pos": 4,
@@ -139,7 +140,10 @@ def _set_numpy(numpy: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _like(name: str, saved: Any, here: Any) -> Any:
-    """What was saved, as numpy takes it. StateError unless it is made like ``here``, part by part."""
+    """Return what was saved, as numpy takes it.
+
+    Raises StateError unless it has the structure of ``here``, part by part.
+    """
     if isinstance(here, dict):
         if not isinstance(saved, Mapping) or set(saved) != set(here):
             raise StateError(f"{name} is not made of {', '.join(sorted(here))}")
@@ -171,7 +175,10 @@ def _array_like(name: str, saved: Any, here: Any) -> Any:
 
 
 def _set_python(saved: Any) -> None:
-    """``random`` checks all of a state but the number that it keeps for the next call of ``gauss``."""
+    """Restore ``random``.
+
+    It checks all of a state but the number that it keeps for the next call of ``gauss``.
+    """
     state = _tuples(saved)
     if not (isinstance(state, tuple) and state and isinstance(state[-1], float | None)):
         raise StateError("it is no state of random.getstate()")
@@ -183,14 +190,17 @@ def _set_torch(saved: Any) -> None:
 
 
 def _bytes_of(saved: Any) -> torch.Tensor:
-    """StateError unless it is a row of bytes; how many of them, the generator says itself."""
+    """Return ``saved`` if it is a row of bytes, else raise StateError.
+
+    The generator itself checks how many bytes there are.
+    """
     if not isinstance(saved, torch.Tensor) or saved.dtype is not torch.uint8 or saved.dim() != 1:
         raise StateError("it is no row of bytes")
     return saved.contiguous()
 
 
 def _accelerators() -> list[tuple[str, Any]]:
-    """The accelerator of this build of torch, if one is there: its name and its module."""
+    """Return the name and the module of the accelerator of this build of torch, if there is one."""
     if not torch.accelerator.is_available():
         return []
     device = torch.accelerator.current_accelerator()
@@ -212,7 +222,7 @@ def _count(module: Any) -> int:
 
 
 def _current(module: Any, unknown: int) -> int:
-    """The device in use; ``unknown`` where asking would start the accelerator."""
+    """Return the device in use; ``unknown`` if finding out would start the accelerator."""
     current = getattr(module, "current_device", None)
     if callable(current) and _is_started(module):
         return int(current())
@@ -237,5 +247,5 @@ def _set_device(module: Any, number: int, state: torch.Tensor) -> None:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, at any depth: random.setstate takes no other."""
+    """Turn lists into tuples, at any depth: random.setstate takes nothing else."""
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value

@@ -1,28 +1,28 @@
-"""The base class of both managers, with the saves that are on their way and the read-only view of the run.
+"""The base class of both managers, with the saves under way and the read-only view of the run.
 
-What the managers of a run have in common, whatever they save: one run, one flight, one crew.
-
-    RunManager            schedule, waiting, retention, looking, the end
+    RunManager            schedule, waiting, retention, reading the catalog, the end
       CheckpointManager   state dicts: tensors, sharded, resharded
       DirectoryManager    directories of files that a framework wrote
 
-A subclass saves through ``_hired()``, the crew that works for the claimed run, after ``_make_way``.
+A subclass calls ``_make_way`` and then saves through ``_hired()``, the crew that works for the
+claimed run.
 
-The saves that are on their way, oldest first, and who hears when one failed.
+``Flight`` holds the saves that are under way, oldest first, and raises their failures:
 
     flight.settle(limit)   waits until fewer than limit are left; raises what failed, once
-    flight.poll()          raises what is known to have failed; does not take it away
+    flight.poll()          raises a failure that is known here; settle raises it again
 
 Every rank starts the same saves in the same order and waits for the same ones before the same call,
-so a failure is raised on all ranks at the same call: a rank that raised alone would leave the
+so a failure is raised on all ranks at the same call. A rank that raised alone would leave the
 others waiting in a collective call that it never makes.
 
-What a manager's run holds: read-only, any time; but for ``save_id_of`` no other rank is asked.
+``View`` reads what the run holds, at any time and read-only. Only ``save_id_of`` involves other
+ranks.
 
-How long the last save of a run took, as its log tells: for a warning, at the start of a job.
-
-A save_id begins with the time at which the coordinator began it, and the seal's entry carries the time
-at which it was appended; both for people, to the second. Nothing but a warning may depend on it.
+``last_save_s`` reads in the log how long the last save of the run took, for a warning at the start
+of a job. A save_id begins with the time at which the coordinator began the save, and the seal's
+entry has the time at which it was appended. Both are meant for people and exact to the second.
+Nothing but a warning may depend on them.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ logger = logging.getLogger("ckptfs.manager")
 
 
 def last_save_s(state: LogState, storage: Storage) -> float | None:
-    """Seconds from the beginning of the last save to its seal in this log; None: cannot be told.
+    """Return the seconds from the start of the last save to its seal in this log; None: unknown.
 
-    Local, one read, appends nothing. What a job saved that has not sealed anything is not seen.
+    Local; reads one entry, appends nothing. A save of a job that has not sealed anything is not
+    counted.
     """
     sealed = [(save.sealed_at, save.save_id) for save in state.saves.living.values() if save.seal]
     at, save_id = max(((at, name) for at, name in sealed if at is not None), default=(-1, ""))
@@ -75,13 +76,14 @@ def last_save_s(state: LogState, storage: Storage) -> float | None:
     try:
         entry = decode_entry(read_limited(storage, log_key(at)), log_key(at))
     except CkptfsError:
-        return None  # no save fails for a warning; whoever needs that entry reads it again
+        return None  # no save fails for a warning; code that needs the entry reads it again
     return between_s(save_id, entry.stamp.at)
 
 
 def between_s(save_id: str, sealed: str) -> float | None:
-    """Seconds from the time in a save_id to that of a stamp; None for others, or for clocks that
-    disagree. Pure.
+    """Return the seconds from the time in a save_id to that of a stamp. Pure.
+
+    None if either has no such time, or if the clocks disagree.
     """
     try:
         began = datetime.strptime(save_id.partition("-")[0], "%Y%m%dT%H%M%S").replace(tzinfo=UTC)
@@ -93,19 +95,19 @@ def between_s(save_id: str, sealed: str) -> float | None:
 
 
 class Pending(Protocol):
-    """A save on its way, as ``async_save`` returns it."""
+    """A save under way, as ``async_save`` returns it."""
 
     uri: str
 
     def result(self, timeout_s: float | None = None) -> SaveResult:
-        """Wait; raises what the save raised, TimeoutError after timeout_s."""
+        """Wait; raise what the save raised, or TimeoutError after ``timeout_s`` seconds."""
 
     def done(self) -> bool:
         """Whether it is committed or failed, as far as this rank knows."""
 
 
 class Flight:
-    """One thread: the one that makes the manager's calls."""
+    """The saves under way. Only the thread that makes the manager's calls may use it."""
 
     def __init__(self) -> None:
         self._saves: deque[Pending] = deque()
@@ -114,19 +116,22 @@ class Flight:
         return len(self._saves)
 
     def add(self, save: Pending) -> None:
-        """One more is on its way."""
+        """Add a save that is under way."""
         self._saves.append(save)
 
     def oldest_is_done(self) -> bool:
-        """Whether this rank knows the outcome of the oldest one."""
+        """Whether this rank knows the outcome of the oldest save."""
         return not self._saves or self._saves[0].done()
 
     def is_done(self) -> bool:
-        """Whether this rank knows the outcome of all of them."""
+        """Whether this rank knows the outcome of all saves."""
         return all(save.done() for save in self._saves)
 
     def wait_done(self, timeout_s: float | None) -> bool:
-        """Wait until all have ended, for up to ``timeout_s``; whether they have. Settles nothing."""
+        """Wait until all have ended, for up to ``timeout_s`` seconds; return whether they have.
+
+        This settles nothing: ``settle`` still raises their failures.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for save in self._saves:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -135,9 +140,9 @@ class Flight:
         return self.is_done()
 
     def settle(self, limit: int) -> SaveResult | None:
-        """Wait until fewer than ``limit`` are on their way; the result of the last that was waited for.
+        """Wait until fewer than ``limit`` are under way; return the last result waited for.
 
-        Raises the first failure after all that had to be waited for have ended; it is raised once.
+        Raises the first failure, once, after all saves that had to be waited for have ended.
         """
         last: SaveResult | None = None
         failed: BaseException | None = None
@@ -152,8 +157,9 @@ class Flight:
         return last
 
     def poll(self) -> None:
-        """Raise the failure of a save that has ended, if there is one. It is raised again by the next
-        ``settle``: ranks do not poll at the same moment.
+        """Raise the failure of a save that has ended, if there is one.
+
+        The next ``settle`` raises it again, because ranks do not poll at the same moment.
         """
         for save in self._saves:
             if save.done():
@@ -162,24 +168,25 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Looks anew at each call. On node-local disks it is this node's log that answers."""
+    """Reads the run again at each call. On node-local disks this node's log answers."""
 
     where: Where
     names: Names
 
     def live(self, kind: Kind, *, failures: bool) -> list[Checkpoint]:
-        """Committed saves of a kind that the template made, oldest commit first.
+        """Return the committed saves of a kind with names of the template, oldest commit first.
 
-        failures: those of a failing run too.
+        ``failures``: saves of a failing run too.
         """
         with looking_at(self.where.uri, self.where.place.storage_options) as look:
             return self._live(look.views, look.root, kind, failures=failures)
 
     def latest(self, kind: Kind) -> Checkpoint | None:
-        """The last commit of a kind that the template made, those of failing runs apart.
+        """Return the last commit of a kind with a template name, without those of failing runs.
 
         Raises:
-            IncompleteCheckpointError: It was removed by hand: to name the one before would pass over it.
+            IncompleteCheckpointError: It was removed by hand. Returning the previous commit would
+                hide that.
         """
         with looking_at(self.where.uri, self.where.place.storage_options) as look:
             views, shape = look.views, look.storage.capabilities.shape
@@ -203,14 +210,16 @@ class View:
         ]
 
     def steps(self, kind: Kind) -> list[int]:
-        """The steps of these saves, oldest commit first."""
+        """Return the steps of these saves, oldest commit first."""
         template = self.names.of(kind)
         found = (template.step_of(c.uri.name) for c in self.live(kind, failures=True))
         return [step for step in found if step is not None]
 
     def save_id_of(self, step: int, seat: Seat) -> str:
-        """Collective: the checkpoint of a step, by the logs of all domains; one alone may not know yet
-        what became of it. NotFoundError: there is none.
+        """Return the save_id of the checkpoint of ``step``, by the logs of all domains. Collective.
+
+        One domain alone may not know yet what became of a save. Raises NotFoundError if there is
+        none.
         """
         main = self.names.main
         name = self.names.of(main).name(step)
@@ -234,7 +243,10 @@ class View:
 
 
 class RunManager:
-    """Base class; not made by itself. One thread makes its calls, except for ``latest``, ``steps``."""
+    """Base class of the managers; not used by itself.
+
+    One thread makes its calls, except for ``latest`` and ``steps``.
+    """
 
     def __init__(
         self,
@@ -253,7 +265,7 @@ class RunManager:
         self._start = StartingPoint()
         self._bell: Bell | None = None
         self._buffers: HostBuffers | None = None
-        # The last that may fail: no handler outlives a manager that was never made.
+        # The last step that may fail: no handler may outlive a manager that was never made.
         signals = PreemptSignals(preempt_signals) if preempt_signals else None
         self._schedule = Schedule(rules, lambda: self._ground.control, signals=signals)
         self._ground.before_release(self._schedule.close)
@@ -263,8 +275,8 @@ class RunManager:
     def should_save(self, step: int) -> bool:
         """Whether to save now, by steps, time or preemption; the same on all ranks. Collective.
 
-        It costs nothing by steps; the other two are agreed in the background, one call late. Every rank calls
-        it equally often.
+        By steps it costs nothing; the other two are agreed in the background, one call late. Every
+        rank calls it equally often.
 
         Args:
             step: Completed optimizer steps.
@@ -276,13 +288,14 @@ class RunManager:
         """Whether the ranks agreed that the job is about to be stopped: save, then leave."""
         return self._schedule.preempted
 
-    # -- where it goes on -----------------------------------------------------------------
+    # -- where it resumes -----------------------------------------------------------------
 
     def resumed_at(self, step: int) -> None:
-        """The job continues from ``step`` of the run. Local, on every rank, before the next save.
+        """Declare that the job continues from ``step`` of the run.
 
-        For a step that something else loaded than this manager, such as a framework's own loader. Saves, and
-        what retention deletes, are then as after ``restore``.
+        Local, on every rank, before the next save. Use it if something other than this manager,
+        such as a framework's own loader, loaded the step. Saves, and what retention deletes, are
+        then as after ``restore``.
 
         Args:
             step: Completed optimizer steps of what was loaded.
@@ -295,8 +308,10 @@ class RunManager:
             self._crew.set_start(start)
 
     def _found_nothing(self, kind: Kind) -> None:
-        """A look for checkpoints of a kind found none: an earlier restore counts on, and weights that
-        nobody saved say nothing of the run.
+        """Note that a search for checkpoints of a kind found none.
+
+        An earlier restore still counts; and if no weights were saved, that says nothing about the
+        run.
         """
         if kind is self._settings.names.main and self._start.step is None:
             self._set_start(StartingPoint(is_empty=True))
@@ -304,7 +319,10 @@ class RunManager:
     # -- saving -------------------------------------------------------------------------
 
     def _run_job(self, job: Job) -> SaveResult | PendingSave:
-        """Collective. Save as the mode says: committed, or on its way, when it returns."""
+        """Run a save in the manager's mode. Collective.
+
+        When it returns, the save is committed, or under way.
+        """
         crew, kind = self._hired(), job.spec.artifact
         mode = self._settings.mode
         step = job.spec.step or 0
@@ -314,7 +332,7 @@ class RunManager:
             self._schedule.took(result.wall_s)
             self._saved(kind, step)
             return result
-        self._saved(kind, step)  # also where Ctrl-C cuts it short: the other ranks go on
+        self._saved(kind, step)  # also if Ctrl-C interrupts it: the other ranks continue
         return crew.save_aside(job, self._flight.add)
 
     def _saved(self, kind: Kind, step: int) -> None:
@@ -323,7 +341,7 @@ class RunManager:
             self._schedule.saved(step)
 
     def _make_way(self, step: int, name: str) -> SaveSkipped | None:
-        """Raise what failed before; wait for a free place, or say that there is none."""
+        """Raise earlier failures; wait until a save may begin, or return that it is skipped."""
         limit = self._settings.max_in_flight
         may_skip = self._settings.if_slow is IfSlow.SKIP and not self.preempted
         if may_skip and len(self._flight) >= limit:
@@ -343,27 +361,27 @@ class RunManager:
             self._schedule.took(last.wall_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until every save so far is committed, retention has had its turn, and copies are made or were
-        tried once more. Collective.
+        """Wait for saves, retention and copies. Collective.
 
-        A copy that fails is an event for the listeners.
+        When this returns, every save so far is committed, retention has run, and copies are made or
+        were tried once more. A copy that fails is an event for the listeners.
 
         Args:
             timeout_s: How long, in seconds; None: as long as it takes.
 
         Raises:
-            DeadlineError: It took longer than ``timeout_s``, on all ranks if on one. Saves and copies
-                continue.
-            CkptfsError: That of a save which failed, on all ranks.
+            DeadlineError: It took longer than ``timeout_s``, on all ranks if on one. Saves and
+                copies continue.
+            CkptfsError: The error of a save that failed, on all ranks.
         """
         began = time.monotonic()
         if len(self._flight):
-            # All ranks or none: one that gave up alone would have other saves in flight than they.
+            # All ranks or none: a rank that gave up alone would have other saves in flight than the rest.
             control = self._ground.control
             try:
                 control.step("wait", lambda: self._flight.wait_done(timeout_s), _need_all)
             except CkptfsError as error:
-                # It is the waiting that failed: what was waited for may be committed.
+                # Only the waiting failed: the saves themselves may be committed.
                 error.outcome = "unknown"
                 raise
         self._settle(1)
@@ -375,8 +393,8 @@ class RunManager:
         """Return how many saves are under way. Local.
 
         Raises:
-            CkptfsError: That of a save which failed, if this rank knows; the next collective call raises it
-                again, on all ranks.
+            CkptfsError: The error of a save that failed, if this rank knows; the next collective
+                call raises it again, on all ranks.
         """
         self._flight.poll()
         return len(self._flight)
@@ -410,9 +428,10 @@ class RunManager:
     def delete(self, step: int) -> None:
         """Delete one checkpoint. Collective.
 
-        It is gone from the run when this returns, an entry in every log; its bytes follow in the background,
-        after a crash by the next owner. Saves under way are waited for first. This is for those who decide by
-        other rules than ``keep_latest``: what retention or a copy still needs is deleted too.
+        When this returns, the checkpoint is gone from the run: every log has an entry. Its bytes
+        are deleted in the background, after a crash by the next owner. Saves under way are waited
+        for first. This is for callers that decide by other rules than ``keep_latest``: it deletes
+        what retention or a copy still needs, too.
 
         Args:
             step: Completed optimizer steps of a committed checkpoint.
@@ -431,7 +450,7 @@ class RunManager:
 
     def _pin(self, step: int, *, pinned: bool) -> None:
         save_id = self._find(step)
-        # Retention has its turn when the run is claimed: it must not come before the pin.
+        # Claiming the run runs retention: it must not delete the step before it is pinned.
         self._needed |= {save_id}
         self._hired().pin(save_id, pinned=pinned)
 
@@ -439,7 +458,7 @@ class RunManager:
 
     @property
     def latest(self) -> Checkpoint | None:
-        """The last committed checkpoint that a manager with this template made, None without one.
+        """The last committed checkpoint with a name of this template, None if there is none.
 
         Raises:
             IncompleteCheckpointError: It was removed by hand; ``ckptfs rm`` records that.
@@ -460,10 +479,11 @@ class RunManager:
         """Finish what is under way, copies too, and release the run. Collective; harmless twice.
 
         Args:
-            copies_s: How many seconds copies are waited for; what is left, the next job copies.
+            copies_s: How many seconds copies are waited for; the next job makes those that are
+                left.
 
         Raises:
-            CkptfsError: That of a save which failed, after everything is closed.
+            CkptfsError: The error of a save that failed, after everything is closed.
         """
         try:
             if not self._ground.is_closed:
@@ -471,7 +491,7 @@ class RunManager:
                 self._finish_copies(copies_s)
         except (KeyboardInterrupt, SystemExit):
             if self._crew is not None:
-                self._crew.hurry()  # or leaving begins the wait anew
+                self._crew.hurry()  # otherwise leaving would wait again
             raise
         finally:
             self._leave()
@@ -484,7 +504,7 @@ class RunManager:
             logger.warning("the run ends before its copies are made: %s", error)
 
     def _leave(self) -> None:
-        """Local."""
+        """Release the run and close the bell. Local."""
         self._ground.close()
         if self._bell is not None:
             self._bell.close()
@@ -498,8 +518,10 @@ class RunManager:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """As ``close``. After an exception of the block nothing is asked of other ranks, which may
-        train on: saves on their way are finished, and none of their failures hides the exception.
+        """Close as ``close`` does, or leave without waiting for other ranks after an exception.
+
+        The other ranks may still be training. Saves under way are finished, and none of their
+        failures hides the exception.
         """
         if exc is None:
             self.close()
@@ -518,7 +540,7 @@ class RunManager:
 
     def _hired(self) -> Crew:
         if self._crew is None:
-            self._hang_bell()  # before there are threads that tell: each would make its own
+            self._hang_bell()  # before threads report events: each of them would make a bell
             self._crew = Crew.hire(
                 self._ground,
                 self._settings,
@@ -531,7 +553,7 @@ class RunManager:
         return self._crew
 
     def _staging_buffers(self) -> HostBuffers:
-        """Collective at its first use."""
+        """Return the buffers for staging. Collective at its first use."""
         if self._buffers is None:
             local_ranks = self._ground.control.world.local_size
             bound_bytes = self._settings.host_memory_bytes
@@ -540,7 +562,7 @@ class RunManager:
         return self._buffers
 
     def _warn_of_the_last_save(self, seat: Seat) -> None:
-        """Collective. The job before may have needed longer than this one will be given."""
+        """Warn if a save of the previous job took longer than this job's grace. Collective."""
 
         def look() -> float | None:
             state = seat.known.state
@@ -548,7 +570,8 @@ class RunManager:
                 return None
             return last_save_s(state, seat.storage)
 
-        # In a step: if this read hung or broke between two steps, the other ranks would wait without a cause.
+        # In a step: if this read hung or failed between two steps, the other ranks would wait without
+        # knowing why.
         label = "how long the last save took"
         self._schedule.took(seat.control.step(label, look, lambda found: found[0]))
 

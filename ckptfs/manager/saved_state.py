@@ -4,9 +4,9 @@
     saved.below(("optim", "state"))     -> (("w", "exp_avg"), "optim.state.w.exp_avg"), ...
     saved.blank(("sched",), like)       -> nested dicts and lists of tensors and empty leaves
 
-An object that was just made seldom has the structure that was saved: a fresh optimizer has no state,
-a scheduler of another version other fields. So the checkpoint says what is loaded, and the object
-judges it when it gets it.
+A new object seldom has the structure that was saved: a fresh optimizer has no state, and a
+scheduler of another version has other fields. Therefore the checkpoint determines what is loaded,
+and the object accepts or refuses it when it gets it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
 
 Path = tuple[str | int, ...]
 
-# Items of a list that a checkpoint may lack before one that it has: flattening drops empty dicts, and
-# a number that somebody made up is not memory.
+# How many items of a list a checkpoint may lack before one that it has. Flattening drops empty dicts,
+# so there are such gaps; but a forged number must not allocate memory.
 _MOST_LEFT_OUT = 4096
 
-# Any leaf will do to ask for an object; a text is one that torch hands through as it is.
+# Any leaf will do to request an object; torch passes a text through unchanged.
 NOT_LOADED: str = str.__new__(type("_NotLoaded", (str,), {}), "not loaded yet")
 
-# What is left out of a load's target: the checkpoint has nothing there, and need not.
+# Left out of a load's target: the checkpoint has nothing there, and does not need to.
 NOT_SAVED: Any = object()
 
 
@@ -53,19 +53,19 @@ def key_of(path: Path) -> str:
 
 
 def is_loaded(value: object) -> bool:
-    """Whether something came from the checkpoint into this place."""
+    """Whether this value came from the checkpoint."""
     return value is not NOT_LOADED
 
 
 def is_void(value: object) -> bool:
-    """Whether flattening leaves nothing of it: a dict that is empty, or that holds only such ones."""
+    """Whether flattening leaves nothing of it: a dict that is empty or holds only void values."""
     if isinstance(value, Mapping):
         return all(map(is_void, value.values()))
     return isinstance(value, list) and bool(value) and all(map(is_void, value))
 
 
 class Saved:
-    """The keys of one checkpoint, found by path. Cheap to make, even of 100,000 keys."""
+    """The keys of one checkpoint, found by path. Fast to make, even of 100,000 keys."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._entries = metadata.state_dict_metadata
@@ -78,13 +78,14 @@ class Saved:
         return key_of(path) in self._entries
 
     def is_object(self, path: Path) -> bool:
-        """Whether it is there and no tensor."""
+        """Whether an object, and no tensor, was saved under exactly this path."""
         entry = self._entries.get(key_of(path))
         return entry is not None and not isinstance(entry, TensorStorageMetadata)
 
     def below(self, path: Path) -> list[tuple[Path, str]]:
-        """The keys below a path, in the order in which they were saved, each with the rest of its own
-        path.
+        """Return the keys below a path in the order in which they were saved.
+
+        Each comes with the part of its own path that follows ``path``.
         """
         first, prefix = self._first_below(path)
         keys = itertools.takewhile(lambda k: k.startswith(prefix), self._keys[first:])
@@ -97,15 +98,15 @@ class Saved:
 
     def _rest(self, key: str, prefix: str, path: Path) -> Path:
         whole = self._paths.get(key)
-        # Stock checkpoints of flat state dicts have no paths, or one of a single name: the key's text
-        # must do. By a path that is not the key's own, a blank would be made that nothing fills.
+        # Stock checkpoints of flat state dicts have no paths, or paths of a single name: the text of the
+        # key is used then. A path that is not the key's own would make a blank that nothing fills.
         fits = whole is not None and key_of(whole) == key
         if whole is None or not fits or key_of(whole[: len(path)]) != key_of(path):
             return tuple(key[len(prefix) :].split("."))
         return whole[len(path) :]
 
     def roots(self) -> list[str]:
-        """The first components of all keys."""
+        """Return the first components of all keys."""
         firsts = (
             str(self._paths[k][0]) if k in self._paths else k.split(".")[0] for k in self._keys
         )
@@ -118,14 +119,15 @@ class Saved:
         return self.has(path) or below
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """What is known of a tensor, None for an object."""
+        """Return the description of a tensor, None for an object."""
         entry = self._entries[key]
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def blank(self, path: Path, like: Any = None) -> Any:
-        """What was saved at or below a path, with tensors of memory and leaves without values.
+        """Return what to load a path into: the saved structure of new tensors and empty leaves.
 
-        like: where it has a tensor of that size and dtype, that one is loaded into, sharded as it is.
+        If ``like`` has a tensor of the same size and dtype, that one is loaded into, sharded as it
+        is.
         """
         if self.has(path):
             return self.blank_of(key_of(path), like)
@@ -135,7 +137,7 @@ class Saved:
         return root
 
     def blank_of(self, key: str, like: Any = None) -> Any:
-        """The same for one key."""
+        """Return the blank of one key, as ``blank`` does."""
         saved = self.tensor(key)
         if saved is None:
             return NOT_LOADED
@@ -144,7 +146,7 @@ class Saved:
         try:
             return torch.empty(saved.size, dtype=saved.properties.dtype)
         except (RuntimeError, TypeError, ValueError) as error:
-            # Nothing of it was touched: what a size says is held against the file before a byte is read.
+            # Memory was only reserved: sizes are checked against the file before a byte is read.
             raise ManifestError(
                 f"there is no memory for {key!r} of size {saved.size!r:.100}: {error}",
                 hint="a host with more memory, a sharded target, or .metadata was changed",
@@ -154,7 +156,7 @@ class Saved:
 def _fits(like: Any, saved: TensorStorageMetadata) -> bool:
     return (
         isinstance(like, torch.Tensor)
-        # A sharded tensor without a shard here cannot be asked.
+        # is_meta cannot be read of a sharded tensor without a shard here.
         and (is_sharded_tensor(like) or not like.is_meta)
         and like.size() == saved.size
         and like.dtype == saved.properties.dtype
@@ -162,7 +164,7 @@ def _fits(like: Any, saved: TensorStorageMetadata) -> bool:
 
 
 def get_at(root: Any, path: Path) -> Any:
-    """What lies at a path of nested dicts and lists, None where nothing does."""
+    """Return the value at a path of nested dicts and lists, None if there is none."""
     for part in path:
         if isinstance(root, Mapping):
             root = root.get(_name_in(root, part))
@@ -174,7 +176,7 @@ def get_at(root: Any, path: Path) -> Any:
 
 
 def _name_in(mapping: Any, part: str | int) -> Any:
-    """A part of a path as the mapping spells it: flattening writes every key as text."""
+    """Return a part of a path as the mapping spells it: flattening writes every key as text."""
     if not isinstance(mapping, Mapping) or part in mapping:
         return part
     return next((key for key in mapping if str(key) == part), part)

@@ -1,30 +1,34 @@
-"""When to save: ``should_save``, and the rendezvous of a save on failure.
+"""When to save: ``should_save``, and the rendezvous for a save on failure.
 
-``should_save(step)``: by steps, by time, and when the job is about to be stopped. All ranks agree.
+``should_save(step)`` decides by steps, by time, and when the job is about to be stopped. All ranks
+agree.
 
-    by steps      step % every_steps == 0                   pure: no clock, no word between ranks
-    by time       every_s since the last save returned      the coordinator's clock alone
-    preempted     a signal came to some rank                 any rank's; once
+    by steps      step % every_steps == 0                   pure: no clock, no message between ranks
+    by time       every_s since the last save returned      the coordinator's clock decides
+    preempted     a signal arrived at some rank             true once, on all ranks
 
-Steps need no agreement. The other two do, and training must not stand still for it, so it is
-pipelined over a clone of the control, served by one thread per rank:
+Steps need no agreement. The other two do, but training must not stop for it. Therefore agreement is
+pipelined in rounds, over a clone of the control that one thread per rank serves:
 
     call n        obey the round that was begun at the call before, begin the next round
-    call n + 1    obey the round begun at n (waiting for it only if it has not come yet) ...
+    call n + 1    obey the round begun at n (waiting for it only if it has not ended yet) ...
 
-Every rank obeys the same round at the same call, so all answer alike: one call late. Where calls
-come faster than every 0.25 s the coordinator spaces the rounds out, again alike for all. One process
-alone obeys at once. Without ``every_s`` and signals there is no thread, no clone and no round.
+Every rank obeys the same round at the same call, so all ranks answer alike: one call late. Where
+calls come faster than every 0.25 s, the coordinator spaces the rounds out, again alike for all
+ranks. A single process obeys at once. Without ``every_s`` and signals there is no thread, no clone
+and no round.
 
-All ranks within a deadline, or none of them: what a save on failure needs.
+``Rally`` is what a save on failure needs: all ranks arrive within a deadline, or the save is made
+by none of them.
 
     rank 0   reach ----------------.
-    rank 1   reach --------.       |            everybody came in time: reach returns everywhere
+    rank 1   reach --------.       |            all came in time: reach returns on every rank
     rank 2      (its own exception, or stuck)   else: an error on every rank that calls, now or later
 
-A collective call waits for a rank as long as that one lives, and a rank that trains on lives. Here a
-caller gives up after ``timeout_s``, and giving up is final: two steps, of which the second asks every
-rank whether it is still there. So nobody goes on while another has given up, whoever comes late.
+A normal collective call waits for a rank as long as its process lives, and a rank that still trains
+lives. Here a caller gives up after ``timeout_s`` seconds, and giving up is final. To that end there
+are two steps, and the second asks every rank whether it is still waiting. So no rank continues
+after another one has given up, however late a rank arrives.
 """
 
 from __future__ import annotations
@@ -50,18 +54,21 @@ logger = logging.getLogger("ckptfs.manager")
 
 
 class Rally:
-    """Meetings of all ranks, over a clone of the control. Made by all ranks in the same order."""
+    """Meetings of all ranks, over a clone of the control. All ranks make one, in the same order."""
 
     def __init__(self, control: Control) -> None:
         self._control = control.clone()
         self._under_way: _Meeting | None = None
 
     def reach(self, label: str, timeout_s: float) -> None:
-        """Return when every rank has called, on all of them; the thread that made it.
+        """Return when every rank has called this, on all of them.
 
-        DeadlineError: not all came within ``timeout_s`` of this rank's call; nobody will return.
-        CollectiveError: another rank gave up first, ended or left. After a meeting that this rank
-        gave up, the late ones have to come to that one first, in the time of the next.
+        Call it on the thread that made the rally. After a meeting that this rank gave up, the late
+        ranks have to arrive at that one first, within the time of the next.
+
+        Raises DeadlineError if not all ranks arrived within ``timeout_s`` seconds of this rank's
+        call; then no rank returns. Raises CollectiveError if another rank gave up first, ended or
+        left.
         """
         deadline_s = time.monotonic() + timeout_s
         if self._under_way is not None and not self._under_way.is_over(timeout_s):
@@ -71,10 +78,10 @@ class Rally:
         threading.Thread(target=meeting.hold, name="ckptfs-rally", daemon=True).start()
         if not meeting.is_over(max(0.0, deadline_s - time.monotonic())) and meeting.give_up():
             raise self._late(label, timeout_s)
-        meeting.outcome.result()  # once confirmed, only a death can keep the others from it
+        meeting.outcome.result()  # once this rank confirmed, only a death can stop the others
 
     def close(self) -> None:
-        """Leave; harmless twice."""
+        """Leave. A second call does nothing."""
         self._control.close()
 
     def _late(self, label: str, timeout_s: float) -> DeadlineError:
@@ -87,7 +94,7 @@ class Rally:
 
 
 class _Meeting:
-    """One meeting as one rank sees it. It has given up, or confirmed, never both."""
+    """One meeting as one rank sees it. The rank either gives up or confirms, never both."""
 
     def __init__(self, control: Control, label: str) -> None:
         self._control = control
@@ -98,17 +105,20 @@ class _Meeting:
         self.outcome: Future[None] = Future()
 
     def is_over(self, timeout_s: float) -> bool:
-        """Wait for the outcome, good or bad, for up to ``timeout_s``."""
+        """Wait for the outcome, good or bad, for up to ``timeout_s`` seconds.
+
+        Returns whether it is known.
+        """
         return bool(wait((self.outcome,), timeout_s).done)
 
     def give_up(self) -> bool:
-        """False where it is too late for that: all have come."""
+        """Give up; return False if it is too late for that, because all ranks have arrived."""
         with self._lock:
             self._gave_up = not self._confirmed and not self.outcome.done()
             return self._gave_up
 
     def hold(self) -> None:
-        """Both steps; ends when all ranks have come, in time or not, or have left."""
+        """Run both steps; ends when all ranks have arrived, in time or not, or have left."""
         try:
             self._control.step(self._label, _here, _all_are_here)
             self._control.step(f"{self._label}: confirm", self._confirm, _all_are_here)
@@ -125,16 +135,16 @@ class _Meeting:
 
 
 def _here() -> None:
-    """Present."""
+    """Take part in a step without a value."""
 
 
 def _all_are_here(_: list[None]) -> None:
-    """Everybody is."""
+    """Decide nothing: the step itself shows that all ranks are present."""
 
 
-_PERIOD_S = 0.25  # a preemption seen so much later costs nothing; a round per millisecond does
-_CALLS_MAX = 64  # should steps suddenly take long, so many of them is how late we may be
-_SLOW_PERIODS = 8  # a round is never waited for beyond this: one rank's evaluation is no slow store
+_PERIOD_S = 0.25  # seeing a preemption this much later costs nothing; a round per millisecond does
+_CALLS_MAX = 64  # if steps suddenly take long, the answer is late by at most this many of them
+_SLOW_PERIODS = 8  # a round gets no more time than this: one rank's evaluation is no slow store
 
 _TOO_SLOW = (
     "the last save took %.0f s, but a preempted job has %.0f s (grace_s): its last save may "
@@ -148,7 +158,7 @@ _TOO_SLOW = (
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """When to save. None: not by that rule. StateError: not a positive number."""
+    """When to save. None turns a rule off. Raises StateError for a number that is not positive."""
 
     every_steps: int | None = None
     every_s: float | None = None
@@ -161,7 +171,7 @@ class Rules:
                 raise StateError(f"{name} is {value!r}; it must be above zero")
 
     def by_steps(self, step: int) -> bool:
-        """Whether the step is one that is saved anyway; step 0 has learned nothing yet."""
+        """Whether ``step`` is due by its number. Step 0 is not: nothing was learned yet."""
         return self.every_steps is not None and step > 0 and step % self.every_steps == 0
 
     def by_time(self, since_save_s: float) -> bool:
@@ -171,10 +181,15 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What one rank brings to a round. The coordinator's clock readings count, the others' do not.
+    """What one rank contributes to a round. Only the coordinator's clock readings count.
 
-    preempted: who got which signal, None: nobody here. saves: how many were told so far. calls and
-    elapsed_s: since the last round was begun; round_s: how long that one took.
+    Attributes:
+        preempted: Which signal arrived at which rank; None: no signal arrived at this one.
+        saves: How many saves were reported to the schedule so far.
+        since_save_s: Seconds since the last save.
+        calls: Calls since the last round was begun.
+        elapsed_s: Seconds since the last round was begun.
+        round_s: How many seconds the last round took.
     """
 
     preempted: str | None
@@ -187,7 +202,14 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What all ranks obey. next_round: after so many calls. saves: as of when it was begun."""
+    """What all ranks obey.
+
+    Attributes:
+        preempted: The signals that arrived, each with its rank.
+        time_is_up: Whether a save is due by time.
+        saves: The number of saves when the round was begun.
+        next_round: After how many calls the next round is begun.
+    """
 
     preempted: tuple[str, ...]
     time_is_up: bool
@@ -196,7 +218,7 @@ class Round:
 
 
 def settle_round(posts: Sequence[Post], rules: Rules, period_s: float = _PERIOD_S) -> Round:
-    """One answer from what every rank said, in order of rank."""
+    """Return the one answer to what all ranks contributed. ``posts`` are in order of rank."""
     first = posts[0]
     return Round(
         tuple(post.preempted for post in posts if post.preempted is not None),
@@ -207,10 +229,10 @@ def settle_round(posts: Sequence[Post], rules: Rules, period_s: float = _PERIOD_
 
 
 def calls_between(calls: int, elapsed_s: float, round_s: float, period_s: float) -> int:
-    """After how many calls the next round is worth it, 1 at least.
+    """Return after how many calls to begin the next round, at least 1.
 
-    So that rounds come every ``period_s`` and no call waits for one: a round that took long gets
-    twice as much time, eight periods at most.
+    Rounds then come every ``period_s`` seconds, and no call waits for one: after a round that took
+    long, the next one gets twice as much time, at most eight periods.
     """
     wanted_s = max(period_s, min(2 * round_s, _SLOW_PERIODS * period_s))
     if calls < 1 or wanted_s <= 0:
@@ -225,12 +247,17 @@ def calls_between(calls: int, elapsed_s: float, round_s: float, period_s: float)
 
 
 class Schedule:
-    """Answers ``should_save``. The thread that makes the manager's calls; ``took`` from any.
+    """Answers ``should_save``. Only the thread that makes the manager's calls may use it.
 
-    control: called once, at the first call that needs ranks to agree; the schedule clones what it
-    gets. Every rank makes the same calls in the same order. signals: what tells of a preemption, closed
-    with the schedule; None: nothing does. clock: monotonic seconds. period_s: the least time between
-    two rounds.
+    ``took`` may be called from any thread. Every rank makes the same calls in the same order.
+
+    Args:
+        rules: When to save.
+        control: Called once, at the first call that needs ranks to agree; the schedule clones the
+            control.
+        signals: Reports a preemption; closed with the schedule. None: preemption is not watched.
+        clock: Returns monotonic seconds.
+        period_s: The least number of seconds between two rounds.
     """
 
     def __init__(
@@ -261,15 +288,19 @@ class Schedule:
 
     @property
     def preempted(self) -> bool:
-        """Whether the ranks have agreed that the job is about to be stopped; it stays so."""
+        """Whether the ranks have agreed that the job is about to be stopped.
+
+        It never becomes False again.
+        """
         return self._preempted
 
     def __call__(self, step: int) -> bool:
         """Whether to save now; the same on all ranks. Ranks must call equally often.
 
-        False for a step that was saved already, preempted or not. Raises what ended the agreement
-        (a rank is gone: CollectiveError; silent: DeadlineError; no store: ControlPlaneLostError) at
-        the call after, and at every later one.
+        False for a step that was saved already, preempted or not. If the agreement between the
+        ranks has ended, raises the reason at the next call and at every later one: CollectiveError
+        if a rank is gone, DeadlineError if one is silent, ControlPlaneLostError if there is no
+        store.
         """
         if self._closed:
             raise StateError("the manager is closed")
@@ -279,20 +310,24 @@ class Schedule:
         return due and step != self._saved_step
 
     def saved(self, step: int) -> None:
-        """A save of this step was made, or is on its way; every rank tells it after the same call."""
+        """Note that ``step`` was saved, or that its save is under way.
+
+        Every rank calls this after the same call of ``should_save``.
+        """
         self._saves += 1
         self._saved_step = step
         self._saved_at_s = self._clock()
 
     @property
     def warns_here(self) -> bool:
-        """Whether ``took`` may warn on this rank: the coordinator, where signals are watched."""
+        """Whether ``took`` may warn on this rank: on the coordinator, if signals are watched."""
         return self._signals is not None and not self._warned and self._control().rank == 0
 
     def took(self, wall_s: float | None) -> None:
-        """How long the last save took until its commit, of this job or the one before; None: unknown.
+        """Note how many seconds the last save took until its commit; None: unknown.
 
-        Warns once, on the coordinator, where the grace is shorter.
+        The save may be one of the previous job. If the grace is shorter, the coordinator warns
+        once.
         """
         if wall_s is None or self._signals is None or self._warned:
             return
@@ -302,7 +337,10 @@ class Schedule:
                 logger.warning(_TOO_SLOW, wall_s, self._rules.grace_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Put signal handlers back and end the thread. Harmless twice; local, waits for timeout_s."""
+        """Restore the signal handlers and end the thread. Local. A second call does nothing.
+
+        Waits up to ``timeout_s`` seconds for the thread.
+        """
         self._closed = True
         if self._signals is not None:
             self._signals.close()
@@ -347,7 +385,7 @@ class Schedule:
         return post
 
     def _obey(self, settled: Round) -> bool:
-        # Begun before the last save: its clock did not know of it, and would save once more.
+        # A round begun before the last save did not know of that save, and would save once more.
         due = settled.time_is_up and settled.saves == self._saves
         if settled.preempted and not self._preempted:
             self._preempted = due = True
@@ -366,7 +404,7 @@ class _Job:
 class _Rounds:
     """Rounds over a clone of the control, one after another, on a daemon thread.
 
-    immediate: there is nobody to wait for, hence no thread.
+    ``immediate``: there is no other rank to wait for, so there is no thread.
     """
 
     def __init__(self, control: Control, settle: Callable[[list[Post]], Round]) -> None:
@@ -379,7 +417,7 @@ class _Rounds:
         self._thread: threading.Thread | None = None
 
     def begin(self, post: Post) -> None:
-        """Post this rank's word; the answer comes with ``obey``."""
+        """Post what this rank contributes; ``obey`` returns the answer."""
         self._last = job = _Job(post, self._settle)
         if self.immediate:
             _serve_one(job, self._control)
@@ -393,14 +431,17 @@ class _Rounds:
         self._jobs.put(job)
 
     def obey(self) -> Round:
-        """The answer of the round that was begun last. Signals are handled while it waits."""
+        """Return the answer of the round that was begun last.
+
+        Signals are handled while this waits.
+        """
         if self._last is None:
             raise StateError("no round was begun")
         return self._last.answer.result()
 
     @property
     def last_s(self) -> float:
-        """How long the last round took; 0.0 before there is one."""
+        """How many seconds the last round took; 0.0 if there was none."""
         return 0.0 if self._last is None else self._last.took_s
 
     def close(self, timeout_s: float) -> None:
@@ -414,8 +455,10 @@ class _Rounds:
 
 
 def _serve(jobs: queue.SimpleQueue[_Job | None], control: Control) -> None:
-    """The thread. Idle it keeps nothing alive but the control: a manager that nobody has any more has to
-    be collected, or its run is never released.
+    """Serve rounds on the thread.
+
+    An idle thread keeps nothing alive but the control. A manager without references has to be
+    collected; otherwise its run would never be released.
     """
     while (job := jobs.get()) is not None:
         _serve_one(job, control)

@@ -1,29 +1,30 @@
-"""What a manager keeps from its first save on: the run it holds, who works for it, and how a save runs.
+"""What a manager needs from its first save on: the run, the objects that work for it, and one save.
 
     Crew.hire(ground, settings, tell)      claims the run; collective
-      run        the generation that all saves carry
+      run        the claimed run: all saves carry its generation
       retirer    retention, after each commit
       copier     copies elsewhere, in the background
       saver      the saves themselves
       worker     the thread of asynchronous saves, with a control of its own
     crew.check_beginning(kind, name, step) refuses a job that would begin over what earlier ones saved
 
-**A job's place in its run.** A manager has one once it restored a step (or was told of one), was made with
-``begin_again``, claimed the run right behind an overwrite, or saved a full checkpoint. Until then a full
-checkpoint has to be further than the newest one of earlier jobs, and whatever is saved needs a name that
-they did not take. From then on nothing is checked: a step of theirs that comes again is replaced, with a line
-in the log, and retention lets nothing go that is further than the job has come.
+**A job's place in its run.** A manager has a place once it restored a step (or was given one by
+``resumed_at``), was made with ``begin_again``, claimed the run right behind an overwrite, or saved
+a full checkpoint. Until then a full checkpoint has to be further than the newest one of earlier
+jobs, and every save needs a name that they did not use. From then on nothing is checked: a step of
+an earlier job that comes again is replaced, with a line in the log, and retention deletes nothing
+that is further than the job has come.
 
 Controls are cloned in one order on all ranks, and closed before the one that they were cloned from.
 
-One save of the manager, on whatever thread it runs, and what follows its commit.
+One save of the manager, and what follows its commit:
 
-    job.run        stage or list, write, seal, project   fails: SaveFailed, raised
+    job.run        stage or list, write, seal, project   on failure: SaveFailed, raised
     committed      events, on_commit
-    followers      retention, copies, in this order       fail: logged, tried again at the next commit
+    followers      retention, copies, in this order      on failure: logged, tried again at the next commit
 
-Both the synchronous save, on the caller's thread, and the asynchronous one, on the worker's, are
-this; only the seat differs, because its control belongs to one thread.
+The synchronous save runs this on the caller's thread, the asynchronous one on the worker's. Only
+the seat differs, because its control belongs to one thread.
 """
 
 from __future__ import annotations
@@ -79,27 +80,27 @@ Follower = Callable[[Seat, SaveResult], None]
 
 
 class Job(Protocol):
-    """One save: where to, how it is recorded, and how it is made. started: by perf_counter."""
+    """One save: its target, how it is recorded, and how it is made."""
 
     @property
     def target(self) -> Uri:
-        """What it will be called."""
+        """The URI that the checkpoint will have."""
 
     @property
     def spec(self) -> SaveSpec:
-        """As the attempt takes it."""
+        """What the attempt needs to know of the save."""
 
     @property
     def started(self) -> float:
         """When the user called, by ``perf_counter``."""
 
     def run(self, seat: Seat, tell: Tell, watch: Watch | None) -> SaveResult:
-        """Collective. Committed when it returns."""
+        """Save. Collective; committed when it returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateJob:
-    """A state, live or staged."""
+    """A save of a state, live or staged."""
 
     state: Mapping[str, Any] | Share
     target: Uri
@@ -123,7 +124,10 @@ class StateJob:
 
 @dataclass(frozen=True, slots=True)
 class FilesJob:
-    """A local directory, as each node sees it. consume: it goes when it is committed."""
+    """A save of a local directory, as each node sees it.
+
+    ``consume``: remove it after the commit.
+    """
 
     path: str
     target: Uri
@@ -138,7 +142,7 @@ class FilesJob:
         nodes = [world.node for world in control.worlds]
         domains = [domain.ranks for domain in seat.placement.domains]
         is_lead = nodes.index(control.world.node) == control.rank
-        # A node's lead may come first: it must not list what the other ranks are still writing.
+        # A node's lead may arrive first: it must not list files that other ranks are still writing.
         control.step("all have written", lambda: None)
         shares = control.step(
             "list files",
@@ -184,7 +188,10 @@ class FilesJob:
 
 
 class Saver:
-    """Runs jobs, one at a time. tell: the listeners' bell. before: local, ahead of every save."""
+    """Runs jobs, one at a time.
+
+    ``tell`` reports events; ``before`` is local, ahead of each save.
+    """
 
     def __init__(
         self,
@@ -197,7 +204,7 @@ class Saver:
         self._followers = tuple(followers)
 
     def run(self, job: Job, seat: Seat, watch: Watch | None = None) -> SaveResult:
-        """Collective. Committed when it returns. Errors are those of ``ckptfs.save``."""
+        """Run a job. Collective; committed when it returns. Errors are those of ``ckptfs.save``."""
         try:
             self._before()
             return job.run(seat, self._tell, watch)
@@ -206,29 +213,30 @@ class Saver:
             raise
 
     def failed(self, target: Uri, spec: SaveSpec, error: BaseException) -> None:
-        """Local. Tell the listeners."""
+        """Report a failed save to the listeners. Local."""
         outcome = error.outcome if isinstance(error, CkptfsError) else "failed"
         told = f"{type(error).__name__}: {error}"
         self._tell(SaveFailed(str(target), spec.step or 0, told, outcome))
 
     def follow(self, kind: Kind, seat: Seat, result: SaveResult, stall_s: float) -> None:
-        """Collective. What follows a commit; a failure is logged, the checkpoint is there.
+        """Run what follows a commit.
 
-        stall_s: how long training stood still for the save.
+        Collective. A failure is logged; the checkpoint stays committed. ``stall_s``: how many
+        seconds training stood still for the save.
         """
         self._tell(SaveCommitted(result, kind.value, stall_s))
         for follower in self._followers:
             try:
                 follower(seat, result)
             except CkptfsError as error:
-                # What could not be done now is done after the next commit.
+                # The follower does this work after the next commit.
                 logger.warning("an error after the commit of %s: %s", result.uri, error)
             except Exception:
-                # It is committed: a fault in what comes after must not make it look failed.
+                # The save is committed: an error after that must not make it look failed.
                 logger.exception("an error after the commit of %s", result.uri)
 
 
-_NOTICED_S = 5.0  # only a number in an event waits for it
+_NOTICED_S = 5.0  # only a number in an event depends on this wait
 
 
 R = TypeVar("R")
@@ -236,10 +244,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """Where a job goes on in its run: the same on every rank.
+    """Where a job resumes in its run; the same on every rank.
 
-    step: that it was restored from, None where it has restored nothing. is_empty: it looked, and the run
-    and its copies held no full checkpoint to restore.
+    Attributes:
+        step: The step that it was restored from; None: it has restored nothing.
+        is_empty: It looked, and neither the run nor its copies held a full checkpoint to restore.
     """
 
     step: int | None = None
@@ -248,9 +257,10 @@ class StartingPoint:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A live save of an earlier job under one of the manager's names. where: its URI, maybe in a copy.
+    """A live save of an earlier job under one of the manager's names.
 
-    is_full: a healthy save of the manager's main kind, which a restore goes on from.
+    ``where``: its URI, maybe in a copy. ``is_full``: a healthy save of the manager's main kind,
+    from which a restore can resume.
     """
 
     where: Uri
@@ -261,10 +271,10 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What earlier jobs saved into a run, or into its copies where the run is empty: equal on all ranks.
+    """What earlier jobs saved into a run, or into its copies if the run is empty.
 
-    saves: in commit order. is_overwritten: an overwrite behind which nothing was committed took them out
-    of the catalog, until this job's claim brought them back.
+    ``saves`` are in commit order. ``is_overwritten``: an overwrite that nothing was committed after
+    had hidden them from the catalog, until this job's claim brought them back. Equal on all ranks.
     """
 
     saves: tuple[Earlier, ...] = ()
@@ -272,7 +282,7 @@ class Past:
 
 
 class Crew:
-    """Made by ``hire``, on every rank."""
+    """The objects that work for a claimed run. Made by ``hire``, on every rank."""
 
     def __init__(
         self,
@@ -317,25 +327,28 @@ class Crew:
         *,
         buffers: HostBuffers,
     ) -> Crew:
-        """Collective. Claim the run and start working for it. RunBusyError: somebody else does.
+        """Claim the run and start working for it. Collective.
 
-        buffers: the manager's own, which asynchronous saves borrow. needed: save_ids that stay until the next commit: what this job was restored from.
+        ``needed`` are the save_ids of what this job was restored from: they stay until the next
+        commit. ``buffers`` are the manager's own; asynchronous saves borrow them. Raises
+        RunBusyError if another job holds the run.
         """
         run = ground.claim(defer_deletes=settings.delete_grace_s > 0)
         try:
             crew = cls(run, settings, tell, start, buffers=buffers)
         except BaseException:
-            run.release()  # or the next try finds the run held, by this very process
+            run.release()  # otherwise the next try finds the run held by this very process
             raise
         ground.before_release(crew.close)
         crew._follow_pointer()
         knows_its_place = crew._has_place
-        # Directories cannot be replaced, so a job that knows its place has to know their names too.
+        # Directories cannot be replaced, so a job that has a place needs the earlier jobs' names too.
         if not knows_its_place or settings.names.main is Kind.DIRECTORY:
             crew._look_back()
-        # What a job without a place would let go is another job's.
+        # A job without a place must not delete: the checkpoints are another job's.
         if knows_its_place:
-            # A job that died between a commit and its deletes left one more than fits beside the next.
+            # A job that died between a commit and its deletes left one checkpoint too many, and the next
+            # save might not fit.
             crew._let_go(run.seat, needed)
         return crew
 
@@ -354,19 +367,22 @@ class Crew:
         return copier
 
     def hurry(self) -> None:
-        """Local. The block was left by an exception: saves under way get a bounded time."""
-        self._hurried = True  # close would wait for them again, and for ever
+        """Give the saves under way a bounded time: an exception left the block. Local."""
+        self._hurried = True  # close would wait for them again, without a limit
         if self._aside is not None:
             self._aside.leave()
 
     def close(self) -> None:
-        """Local. Everybody finishes and goes home; harmless twice."""
+        """Close everything that works for the run. Local. A second call does nothing."""
         self._stack.close()
 
-    # -- going on, or beginning -----------------------------------------------------------
+    # -- resuming, or beginning -----------------------------------------------------------
 
     def set_start(self, start: StartingPoint) -> None:
-        """Local, on every rank, with nothing on its way: the job restored again, or found nothing."""
+        """Note that the job restored again or found nothing.
+
+        Local, on every rank, no save under way.
+        """
         self._start = start
         if start.step is not None:
             self._at = None
@@ -380,15 +396,17 @@ class Crew:
         return self._start.step is not None or self._begins_again or self._has_begun
 
     def check_beginning(self, kind: Kind, name: str, step: int, *, failure: bool = False) -> None:
-        """Local, the same on all ranks, before each save. CommitConflictError where it would begin over
-        what earlier jobs saved, and this one has no place in the run.
+        """Refuse a save that would begin over what earlier jobs saved. Local, before each save.
+
+        Raises CommitConflictError, the same on all ranks. A job with a place in the run is never
+        refused.
         """
         main = self._settings.names.main
         if not self._has_place:
             is_full = kind is main and not failure
             earlier = self._past.saves
             if self._start.is_empty and not is_full:
-                # Left by a job that died before its first full checkpoint: nobody goes on from it.
+                # Left by a job that died before its first full checkpoint: no job resumes from it.
                 earlier = tuple(one for one in earlier if one.is_full)
             refuse_beginning(earlier, name, step, is_full=is_full, main=main)
             self._has_begun = is_full
@@ -396,16 +414,19 @@ class Crew:
             self._tell_replaced(name)
 
     def comes_again(self, name: str, step: int) -> bool:
-        """Local, the same on all ranks. Whether an earlier job saved a directory of this name, which is not
-        what this one was restored from or lies before that.
+        """Whether an earlier job saved a directory of this name, beyond this job's starting point.
+
+        Local, the same on all ranks.
         """
         start = self._start.step
         is_ahead = start is None or step > start
         return is_ahead and any(one.where.name == name for one in self._past.saves)
 
     def free_name(self, name: str) -> None:
-        """Collective, with nothing on its way. Delete the directory that an earlier job saved under a name
-        that comes again, if something was committed after it: files with fixed names cannot be replaced.
+        """Delete the directory that an earlier job saved under this name.
+
+        Collective, no save under way. It is deleted if something was committed after it: files with
+        fixed names cannot be replaced.
         """
         seat, is_ours = self.run.seat, self._settings.names.is_ours
 
@@ -416,14 +437,17 @@ class Crew:
 
         save_id = _ask(seat, "what has the name", lambda: seat.known.state, decide)
         if save_id is None:
-            return  # retention took it, or it is the newest: the save says so
+            return  # retention deleted it, or it is the newest: then the save fails and says so
         if seat.control.rank == 0:
             self._warn_of_replacing(name, save_id)
         self._follow_pointer(save_id)
         self.retirer.delete(seat, save_id, reason="its step comes again", at_once=True)
 
     def _look_back(self) -> None:
-        """Collective. What other jobs saved into the run; where it is empty, into its copies."""
+        """Find out what other jobs saved into the run or, if it is empty, its copies.
+
+        Collective.
+        """
         seat, copies = self.run.seat, self._settings.copies
         self._past = self._past_of(seat, lambda: seat.known.state)
         if self._past.saves or self._past.is_overwritten or self._start.is_empty or not copies:
@@ -432,13 +456,13 @@ class Crew:
             with open_copies(copies, seat.control) as there:
                 found = [self._past_of(one, partial(_state_of, one)) for one in there]
         except CkptfsError as error:
-            # A copy that is out of reach keeps nobody from saving.
+            # A copy that cannot be reached is no reason not to save.
             logger.warning("it is unknown whether a copy is newer than the run: %s", error)
             return
         self._past = Past(tuple(save for past in found for save in past.saves))
 
     def _past_of(self, seat: Seat, look: Callable[[], LogState | None]) -> Past:
-        """Collective. What other jobs saved there under this manager's names."""
+        """Return what other jobs saved there under this manager's names. Collective."""
         mine, names = self.run.generation, self._settings.names
 
         def saves(views: Views) -> tuple[Earlier, ...]:
@@ -462,7 +486,7 @@ class Crew:
         return _ask(seat, "what earlier jobs saved", look, decide)
 
     def _tell_replaced(self, name: str) -> None:
-        """Coordinator: a line in the log where a save is about to replace an earlier job's."""
+        """Log, on the coordinator, that a save is about to replace an earlier job's."""
         seat = self.run.seat
         state = seat.known.state
         if seat.control.rank != 0 or state is None or not state.saves.knows_name(name):
@@ -482,7 +506,7 @@ class Crew:
     # -- saving -------------------------------------------------------------------------
 
     def save(self, job: Job) -> SaveResult:
-        """Collective, on the manager's thread. Committed when it returns."""
+        """Save on the manager's thread. Collective; committed when it returns."""
         result = self.saver.run(job, self.run.seat)
         self.saver.follow(
             job.spec.artifact, self.run.seat, result, time.perf_counter() - job.started
@@ -490,9 +514,10 @@ class Crew:
         return result
 
     def save_aside(self, job: Job, begun: Callable[[PendingSave], None]) -> PendingSave:
-        """Collective. Returns when the tensors may be changed; the rest is the worker's.
+        """Save in the background. Collective; returns when the tensors may be changed.
 
-        begun: gets what is returned, also where Ctrl-C is raised instead: the others wait for it.
+        ``begun`` receives the pending save, also if Ctrl-C is raised instead of returning it: the
+        other ranks wait for it.
         """
         aside, seat = self._aside_opened()
         pending = PendingSave(str(job.target), job.spec.step)
@@ -502,7 +527,7 @@ class Crew:
 
         def save(staged: Share, watch: Watch) -> SaveResult:
             result = self.saver.run(replace(job, state=staged), seat, watch)
-            # A small state is committed before the caller has noticed that it was staged.
+            # A small state may be committed before the caller has noticed that it was staged.
             futures.wait([pending.staged], timeout=_NOTICED_S)
             self._follow(job, seat, result, pending)
             return result
@@ -522,7 +547,7 @@ class Crew:
         pending: PendingSave,
         begun: Callable[[PendingSave], None],
     ) -> PendingSave:
-        """Nothing is staged: what is saved stays as it is until it is committed."""
+        """Save without staging: the files to save must not change until they are committed."""
 
         def save() -> SaveResult:
             result = self.saver.run(job, seat, pending.watch())
@@ -535,8 +560,10 @@ class Crew:
         return pending
 
     def _follow(self, job: Job, seat: Seat, result: SaveResult, pending: PendingSave) -> None:
-        """Collective, on the worker's thread. Where this rank hangs in its storage, its caller is told what
-        all others have by then: the save is committed.
+        """Run what follows a commit. Collective, on the worker's thread.
+
+        If this rank hangs in its storage, its caller gets the result that all other ranks have by
+        then: the save is committed.
         """
 
         def hangs(error: CkptfsError) -> None:
@@ -554,7 +581,10 @@ class Crew:
         storage_options: Mapping[str, Any] | None,
         artifact: Kind = Kind.CHECKPOINT,
     ) -> Ticket:
-        """Collective, with nothing on its way. A checkpoint of parts; it is followed like a save."""
+        """Begin a checkpoint of parts; its commit is followed as usual.
+
+        Collective, no save under way.
+        """
         began = time.perf_counter()
         self._before()
         # Files with fixed names cannot be replaced.
@@ -578,7 +608,7 @@ class Crew:
     def _result_of(
         self, decision: Decision, sealed: Sequence[SealedPart], wall_s: float
     ) -> SaveResult:
-        """The checkpoint's counters: those of its parts, of all their ranks, together."""
+        """Return the result of a checkpoint of parts: the counters of all ranks of all parts."""
         parts = {part.part: part.result for part in sealed}.values()
         per_rank = tuple(counters for part in parts for counters in part.per_rank)
         return SaveResult(
@@ -592,9 +622,10 @@ class Crew:
         )
 
     def wait_for_copies(self, timeout_s: float | None, *, alike: bool = False) -> None:
-        """Collective, with nothing on its way. Copy what was committed so far, or try it once more;
-        then let go what waited for that. alike: DeadlineError on all ranks if on one, for those who
-        go on; without it a rank leaves alone.
+        """Copy what was committed so far, or try once more; then delete what waited for that.
+
+        Collective. No save may be under way. With ``alike`` a DeadlineError is raised on all ranks
+        if it is on one, for jobs that continue; without it a rank may leave alone.
         """
         copier = self._copier
         if copier is None:
@@ -608,20 +639,20 @@ class Crew:
             self._let_go(self.run.seat)
 
     def pin(self, save_id: str, *, pinned: bool) -> None:
-        """Collective, with nothing on its way."""
+        """Pin a save, or unpin it. Collective, with no save under way."""
         self.retirer.pin(self.run.seat, save_id, pinned=pinned)
 
     def delete(self, save_id: str) -> None:
-        """Collective, with nothing on its way."""
-        # Before the entry: the pointer never names what is deleted.
+        """Delete a save. Collective, with no save under way."""
+        # Before the entry: the pointer must never name a deleted save.
         self._follow_pointer(save_id)
         try:
             self.retirer.delete(self.run.seat, save_id)
         finally:
-            self._follow_pointer()  # back to it, where it may not go
+            self._follow_pointer()  # back to the save, if it could not be deleted
 
     def _follow_pointer(self, going: str | None = None) -> None:
-        """Collective. What fails is no reason not to save: it moves after the next commit."""
+        """Let the pointer name the newest save but ``going``; log failures. Collective."""
         pointer, is_ours = self._settings.pointer, self._settings.names.is_ours
         if pointer is None:
             return
@@ -633,13 +664,13 @@ class Crew:
             )
 
     def _aside_opened(self) -> tuple[Aside, Seat]:
-        """The worker's thread, buffers and seat. Every rank comes here at the same save."""
+        """Return the worker's thread, buffers and seat. Collective at its first use."""
         if self._aside is None or self._aside.seat is None:
             control = self.run.seat.control.clone()
             seat = replace(self.run.seat, control=control)
             self._aside = Aside(SaveWorker("ckptfs-manager"), self._buffers, seat)
             self._stack.callback(self._close_aside)
-            # Of a run that is collected nothing is under way, or its job would refer to the manager.
+            # When the run is collected, no save is under way: its job would refer to the manager.
             self.run.closing.callback(self._aside.close, 0.0)
         assert self._aside.seat is not None  # noqa: S101 - made with one
         return self._aside, self._aside.seat
@@ -651,16 +682,16 @@ class Crew:
     # -- around each save ---------------------------------------------------------------
 
     def _before(self) -> None:
-        """What was let go makes room first, so that retention's own need is enough space."""
+        """Finish deleting what retention gave up, so that the space its policy needs is enough."""
         self.retirer.make_room()
 
     def _point(self, seat: Seat, result: SaveResult) -> None:
-        # Before retention: the pointer never names what that takes.
+        # Before retention: the pointer must never name what that deletes.
         if self._settings.pointer is not None:
             self._settings.pointer.move(seat, Uri.parse(result.uri).name)
 
     def _retain(self, seat: Seat, result: SaveResult) -> None:
-        # First the copier: from here on it needs this save, and retention asks it.
+        # The copier first: from here on it needs this save, and retention asks it what it needs.
         if self._copier is not None:
             self._copier.after_commit(result)
         self._at = result.step
@@ -670,24 +701,25 @@ class Crew:
             self.retirer.log_needs(result.per_rank)
 
     def _let_go(self, seat: Seat, needed: frozenset[str] = frozenset()) -> None:
-        """Collective: retention. What is further than this job has come stays."""
+        """Run retention. Collective. A checkpoint that is further than this job has come stays."""
         at = self._start.step if self._at is None else self._at
         self.retirer.after_commit(
             seat, self._roots() | needed, at=None if self._begins_again else at
         )
 
     def _roots(self) -> frozenset[str]:
-        """What a copy waits for stays."""
+        """Return the save_ids that a copy waits for; they stay."""
         return frozenset() if self._copier is None else self._copier.waiting()
 
 
 def refuse_beginning(
     earlier: Sequence[Earlier], name: str, step: int, *, is_full: bool, main: Kind
 ) -> None:
-    """CommitConflictError unless a save of a job without a place in the run takes no name of what earlier
-    jobs saved and, if it is a full checkpoint, is further than their newest one. Pure.
+    """Refuse a save by a job without a place in the run that conflicts with earlier saves. Pure.
 
-    earlier: in commit order. is_full: as for ``Earlier``.
+    Raises CommitConflictError if it takes the name of one of them, or if it is a full checkpoint
+    that is not further than their newest one. ``earlier`` is in commit order; ``is_full`` as for
+    ``Earlier``.
     """
     newest = next((one for one in reversed(earlier) if one.is_full), None)
     taken = next((one for one in earlier if one.where.name == name), None)
@@ -714,7 +746,10 @@ def refuse_beginning(
 def _ask(
     seat: Seat, label: str, look: Callable[[], LogState | None], decide: Callable[[Views], R]
 ) -> R:
-    """Collective. Decide once, by the logs of all owners. look: an owner's log, None without one."""
+    """Decide once for all ranks, by the logs of all owners. Collective.
+
+    ``look`` returns an owner's log, None if it has none.
+    """
 
     def view(ids: Collection[str]) -> View | None:
         state = look() if seat.placement.is_owner else None
@@ -727,8 +762,9 @@ def _ask(
 
 
 def _before(mine: Generation, view: LogState) -> LogState:
-    """A log as it was before the fence of ``mine``, where the fence before that was an overwrite: while that
-    was the newest, what it hid was in no catalog.
+    """Return a log as it was before the fence of ``mine``, if that followed an overwrite.
+
+    While the overwrite was the newest fence, no catalog had the saves that it hid.
     """
     last = view.overwrites[-1].generation if view.overwrites else None
     if last is None or view.generation != mine or last.number != mine.number - 1:

@@ -1,34 +1,35 @@
-"""A state as a state dict: what is saved of each kind of object, and how it gets it back.
+"""A state as a state dict: what is saved of each kind of object, and how the object gets it back.
 
-What a manager saves and restores: any nest of tensors, plain values and objects with a state.
+A manager saves and restores any nest of tensors, plain values and objects with a state:
 
     state = {"model": model, "optim": [optim_a, optim_b], "sched": sched, "step": 7,
              "loader": loader, "rng": RngState(), "mine": PerRank({"seed": 3})}
 
     saveable(state)      -> a state dict that DCP can flatten, and what is kept per rank
     as_object(value)     -> how an object is saved and loaded, None for plain values
-    children_of(value)   -> what lies in a container that holds tensors or objects
+    children_of(value)   -> the items of a container that holds tensors or objects
 
-Modules and optimizers become flattened state dicts, every other object with state_dict and
-load_state_dict one leaf, at any depth of dicts, lists and tuples. RngState and torchdata's loaders are
-kept per rank by themselves, anything else where ``PerRank`` says so. What only rank 0 has, or all have
-alike, is written once. The way back is ``ckptfs.manager.load_targets``.
+Modules and optimizers become flattened state dicts. Every other object with state_dict and
+load_state_dict becomes one leaf, at any depth of dicts, lists and tuples. RngState and torchdata's
+loaders are kept per rank by themselves, anything else if ``PerRank`` marks it. What only rank 0
+has, or all ranks have alike, is written once. ``ckptfs.manager.load_targets`` is the way back.
 
-Objects of a state: how each kind is saved, what it is loaded into, how it gets it back. Local.
+Each kind of object has a class that says how it is saved, what it is loaded into, and how it gets
+the loaded values back. Local:
 
-    ModuleObject       parameters and buffers by name, flattened; loaded where they are
+    ModuleObject       parameters and buffers by name, flattened; loaded in place
     OptimizerObject    state by the parameters' names, flattened; a fresh one gets what was saved
-    StatefulObject     anything else with state_dict: one leaf; flattened where it holds model tensors
+    StatefulObject     anything else with state_dict: one leaf; flattened if it holds model tensors
 
-Names are free of what wrappers add (DistributedDataParallel, torch.compile), so a state loads with
-another wrapper, and of numbers where a module of the same state has the parameter, so pipeline stages
-and parameter groups do not collide.
+Names do not contain what wrappers add (DistributedDataParallel, torch.compile), so a state can be
+loaded with another wrapper. Nor do they contain numbers if a module of the same state has the
+parameter, so pipeline stages and parameter groups do not collide.
 
-Modules under torch's older FullyShardedDataParallel, and their optimizers. Local in form only.
-
-It flattens parameters into pieces that have no names, so torch's own helpers take them apart and put
-them together: they run collectives on the group that the module is sharded over, and make a fresh
-optimizer's state by a step with zero gradients. FSDP2 (``fully_shard``) needs none of this.
+``FlatModule`` and ``FlatOptimizer`` are for modules under torch's older FullyShardedDataParallel,
+and for their optimizers. It flattens parameters into pieces without names. torch's own helpers take
+them apart and put them together: they run collectives on the group that the module is sharded over,
+so these two are local in form only, and they create a fresh optimizer's state by a step with zero
+gradients. FSDP2 (``fully_shard``) needs none of this.
 """
 
 from __future__ import annotations
@@ -86,20 +87,21 @@ _OWN = ("state", "param_groups")
 
 
 class StoredObject(Protocol):
-    """One object of a state. order: lower ones get their states back first."""
+    """One object of a state. Objects with a lower ``order`` get their states back first."""
 
     order: int
 
     def save(self) -> Any:
-        """What is saved: nested dicts and lists, or a Leaf."""
+        """Return what is saved: nested dicts and lists, or a Leaf."""
 
     def target(self, saved: Saved, path: Path) -> Any:
-        """What the checkpoint's state of this object, at ``path``, is loaded into. NOT_SAVED: nothing is
-        there, and the object's state is empty now.
+        """Return what the checkpoint's state of this object, at ``path``, is loaded into.
+
+        NOT_SAVED means that the checkpoint has nothing there, and the object's state is empty now.
         """
 
     def put(self, loaded: Any) -> None:
-        """Give the object what was loaded into its target."""
+        """Give the object the values that were loaded into its target."""
 
 
 # -- modules -----------------------------------------------------------------------------------
@@ -114,11 +116,11 @@ class ModuleObject:
         self._module = _torch.unwrapped(module)
 
     def save(self) -> Any:
-        """Parameters and buffers by name."""
+        """Return parameters and buffers by name."""
         return plain_state({name: value for name, _, value in self._entries()})
 
     def target(self, saved: Saved, path: Path) -> Any:
-        """Its own tensors; extra state as it was saved."""
+        """Return its own tensors, and blanks for extra state as it was saved."""
         meta = [name for name, _, value in self._entries() if _is_meta(value)]
         if meta:
             raise StateError(
@@ -135,7 +137,7 @@ class ModuleObject:
         return own or (NOT_LOADED if saved.is_there(path) else NOT_SAVED)
 
     def put(self, loaded: Any) -> None:
-        """Through load_state_dict, so that its hooks run."""
+        """Load through load_state_dict, so that its hooks run."""
         got = {
             full: loaded[name]
             for name, full, _ in self._entries()
@@ -150,7 +152,7 @@ class ModuleObject:
 
 
 def _is_meta(value: object) -> bool:
-    # A ShardedTensor without a shard here, or with several, cannot be asked.
+    # is_meta cannot be read of a ShardedTensor without a shard here, or with several.
     sharded = _torch.is_sharded_tensor(value)
     return isinstance(value, torch.Tensor) and not sharded and value.is_meta
 
@@ -159,7 +161,7 @@ def _is_meta(value: object) -> bool:
 
 
 class ParameterNames:
-    """What the parameters of a state's modules are called."""
+    """The names of the parameters of a state's modules."""
 
     def __init__(self, modules: list[tuple[Path, torch.nn.Module]]) -> None:
         self._names: dict[int, tuple[str, str]] = {}
@@ -172,13 +174,13 @@ class ParameterNames:
                 self._names.setdefault(id(parameter), named)
 
     def flat_home(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-        """The module under FullyShardedDataParallel whose parameters the optimizer has."""
+        """Return the FullyShardedDataParallel module with the optimizer's parameters, or None."""
         parameters = (p for group in optimizer.param_groups for p in group[_PARAMS])
         homes = (self._flat.get(id(p)) for p in parameters)
         return next((home for home in homes if home is not None), None)
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """A name for each parameter of the optimizer, in its order; numbers where some have none."""
+        """Return a name for each parameter of the optimizer, in order; numbers if one has none."""
         parameters = [p for group in optimizer.param_groups for p in group[_PARAMS]]
         named = [self._names.get(id(p)) for p in parameters]
         known = [one for one in named if one is not None]
@@ -191,9 +193,9 @@ class ParameterNames:
 
 
 class OptimizerObject:
-    """A torch optimizer. Its state is named by parameters; a fresh one takes what was saved.
+    """A torch optimizer. Its state is saved by parameter names; a fresh one takes what was saved.
 
-    Nothing is stepped to make state: a fresh optimizer is given tensors shaped and sharded like its
+    No step is made to create state: a fresh optimizer is given tensors shaped and sharded like its
     parameters, of the dtypes that were saved.
     """
 
@@ -203,13 +205,13 @@ class OptimizerObject:
         self._optimizer = optimizer
         self._names = names.of(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group[_PARAMS]]
-        # Numbers stand for themselves, for checkpoints that were saved by them.
+        # Numbers map to themselves, for checkpoints that were saved with numbers.
         self._numbers = {str(n): n for n in range(len(self._names))}
         self._numbers |= {name: n for n, name in enumerate(self._names)}
         self._primed = False
 
     def save(self) -> Any:
-        """State by name; groups with their options."""
+        """Return the state by name, and the groups with their options."""
         whole = self._optimizer.state_dict()
         return {
             **{k: plain_state(v) for k, v in whole.items() if k not in _OWN},
@@ -226,15 +228,15 @@ class OptimizerObject:
 
     def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         options = {k: plain_state(v) for k, v in group.items() if k != _PARAMS}
-        # Pipeline stages have other parameters in the same group; nobody needs the list to load.
+        # Pipeline stages have other parameters in the same group; a load does not need the list.
         return {**options, _PARAMS: Leaf([*map(self._name, group[_PARAMS])], any_rank=True)}
 
     def target(self, saved: Saved, path: Path) -> Any:
-        """Blanks for the parameters that this rank has and everything else that was saved."""
+        """Return blanks for this rank's parameters and for everything else that was saved."""
         found: dict[str, Any] = {}
         for rest, key in saved.below(path):
             if rest[0] == "state" and len(rest) > 1 and rest[1] not in self._numbers:
-                continue  # of another pipeline stage, or of a parameter that the model has no more
+                continue  # of another pipeline stage, or of a parameter that no longer exists
             put_at(found, rest, self._blank(saved, rest, key))
         groups = len(found.get("param_groups", ()))
         here = len(self._optimizer.param_groups)
@@ -258,14 +260,14 @@ class OptimizerObject:
         if parameter.size() == described.size:
             return torch.empty_like(parameter, dtype=described.properties.dtype).detach()
         if _torch.is_dtensor(parameter) and described.size and not self._primed:
-            # Sharded in a way that only the optimizer knows (factored moments): let it make them.
+            # Sharded in a way that only the optimizer knows (factored moments): it has to make them.
             self._primed = True
             _torch.prime_optimizer(self._optimizer)
             return self._blank(saved, rest, key)
         return saved.blank_of(key)
 
     def put(self, loaded: Any) -> None:
-        """Through load_state_dict, with this optimizer's own parameters in its groups."""
+        """Load through load_state_dict, with this optimizer's own parameters in its groups."""
         numbers, current = self._numbers, self._optimizer.state_dict()["param_groups"]
         state = {numbers.get(name, name): v for name, v in loaded.get("state", {}).items()}
         saved = self._as_ours(loaded.get("param_groups") or [{}] * len(current))
@@ -278,8 +280,10 @@ class OptimizerObject:
         self._keep_dtypes(state)
 
     def _as_ours(self, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Saved groups in the order of ours, by their parameters' names: state goes by name, and the
-        weight decay of another group would be wrong without a word. As saved where names do not tell.
+        """Return the saved groups in this optimizer's order, by their parameters' names.
+
+        State is assigned by name, and the weight decay of another group would be silently wrong. If
+        the names do not decide, the groups stay in the order in which they were saved.
         """
         names = iter(self._names)
         ours = [
@@ -296,9 +300,12 @@ class OptimizerObject:
         return [saved[at] for at in order] if len(set(order)) == len(saved) else saved
 
     def _keep_dtypes(self, state: Mapping[Any, Any]) -> None:
-        """torch casts state to the parameter's dtype: single precision moments would lose bits."""
+        """Restore the saved dtypes: torch casts state to the parameter's dtype.
+
+        Moments in single precision would lose bits.
+        """
         if type(self._optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-            return  # it has its own idea of what it keeps
+            return  # an optimizer with its own load_state_dict decides this itself
         for number, parameter in enumerate(self._parameters):
             for name, value in state.get(number, {}).items():
                 now = self._optimizer.state[parameter].get(name)
@@ -320,7 +327,7 @@ class StatefulObject:
         self.order = order
 
     def save(self) -> Any:
-        """One leaf; or flattened where it holds sharded tensors, or tensors that may be large."""
+        """Return one leaf; or flattened state if it holds sharded or possibly large tensors."""
         state = self._stateful.state_dict()
         if _is_flattened(state):
             return plain_state(state)
@@ -328,7 +335,7 @@ class StatefulObject:
         return Leaf(state, f"{kind.__module__}.{kind.__qualname__}")
 
     def target(self, saved: Saved, path: Path) -> Any:
-        """As it was saved, whichever way."""
+        """Return the target for the form in which it was saved."""
         if saved.has(path):
             return NOT_LOADED
         if not saved.is_there(path):
@@ -336,12 +343,14 @@ class StatefulObject:
         return saved.blank(path, self._stateful.state_dict())
 
     def put(self, loaded: Any) -> None:
-        """Through load_state_dict."""
+        """Load through load_state_dict."""
         self._stateful.load_state_dict(loaded)
 
 
 def _is_flattened(state: Any) -> bool:
-    """A fresh object may lack parts of a saved one, so one leaf is the rule. Weights are the
+    """Whether to flatten a state instead of saving it as one leaf.
+
+    A fresh object may lack parts of a saved one, so one leaf is the rule. Weights are the
     exception: they are sharded, or too large for every rank to read all of them.
     """
     if not isinstance(state, Mapping):
@@ -365,14 +374,17 @@ def _values(value: Any) -> Iterator[Any]:
 
 
 def _has_text_keys(value: Any) -> bool:
-    """Flattening writes keys as text: {0: ...} would come back as {"0": ...}."""
+    """Whether all keys are text.
+
+    Flattening writes keys as text: {0: ...} would come back as {"0": ...}.
+    """
     if isinstance(value, Mapping):
         return all(isinstance(k, str) and _has_text_keys(v) for k, v in value.items())
     return not isinstance(value, list) or all(map(_has_text_keys, value))
 
 
 def plain_state(value: Any) -> Any:
-    """Nested plain values such that DCP's flattening loses nothing: it drops empty dicts."""
+    """Return nested plain values in a form that DCP's flattening keeps: it drops empty dicts."""
     if isinstance(value, Mapping):
         return {k: plain_state(v) for k, v in value.items()} if value else Leaf(value)
     if isinstance(value, list):
@@ -381,7 +393,7 @@ def plain_state(value: Any) -> Any:
 
 
 def is_traversed(value: list[Any]) -> bool:
-    """Whether DCP flattens this list: it does where a tensor or a filled dict is among its items."""
+    """Whether DCP flattens this list: it does if a tensor or a filled dict is among its items."""
     return any(
         isinstance(v, torch.Tensor)
         or (isinstance(v, Mapping) and bool(v))
@@ -399,20 +411,20 @@ class FlatModule:
         self._module = module
 
     def save(self) -> Any:
-        """Parameters and buffers by name, this rank's shards of them."""
+        """Return parameters and buffers by name: this rank's shards of them."""
         return plain_state(get_model_state_dict(self._module))
 
     def target(self, saved: Saved, path: Path) -> Any:
-        """The same, to be loaded into."""
+        """Return the same, to load into."""
         return get_model_state_dict(self._module)
 
     def put(self, loaded: Any) -> None:
-        """Flatten them again."""
+        """Flatten the parameters again."""
         set_model_state_dict(self._module, loaded)
 
 
 class FlatOptimizer:
-    """The optimizer of such a module. A ``StoredObject``."""
+    """The optimizer of a FlatModule. A ``StoredObject``."""
 
     order = 1
 
@@ -421,7 +433,7 @@ class FlatOptimizer:
         self._module = module
 
     def save(self) -> Any:
-        """As other optimizers are: state by name, groups with their options."""
+        """Return the same as for other optimizers: state by name, groups with their options."""
         whole: dict[str, Any] = get_optimizer_state_dict(self._module, self._optimizer)
         groups = [
             {k: Leaf(v, any_rank=True) if k == "params" else plain_state(v) for k, v in g.items()}
@@ -430,7 +442,7 @@ class FlatOptimizer:
         return {"state": plain_state(whole["state"]), "param_groups": groups}
 
     def target(self, saved: Saved, path: Path) -> Any:
-        """Shards like this optimizer's own for all that was saved of its parameters."""
+        """Return shards like this optimizer's own, for all that was saved of its parameters."""
         like = get_optimizer_state_dict(self._module, self._optimizer)
         found: dict[str, Any] = {}
         for rest, key in saved.below(path):
@@ -444,7 +456,7 @@ class FlatOptimizer:
         return found or NOT_LOADED
 
     def put(self, loaded: Any) -> None:
-        """Flatten it again, with this optimizer's own parameters in its groups."""
+        """Flatten the state again, with this optimizer's own parameters in its groups."""
         like: dict[str, Any] = get_optimizer_state_dict(self._module, self._optimizer)
         groups = [
             {**now, **{k: v for k, v in then.items() if is_loaded(v)}, "params": now["params"]}
@@ -456,19 +468,19 @@ class FlatOptimizer:
         )
 
 
-ROOT = "state"  # where a state that is no dict lies in its checkpoint
+ROOT = "state"  # the key in the checkpoint of a state that is no dict
 _LOADERS = "torchdata.stateful_dataloader"  # by name: it need not be installed
 
 
 class PerRank:
     """Marks a part of a state that every rank keeps for itself.
 
-    Restoring on another number of ranks is a StateError unless a reshard hook or ``per_rank="drop"`` says
-    what becomes of it.
+    Restoring it on another number of ranks is a StateError, unless a reshard hook makes the new
+    state or ``per_rank="drop"`` leaves it out.
 
     Args:
-        value: An object with ``state_dict``, or any nest of plain values, tensors and objects; after a
-            restore, what this rank had.
+        value: An object with ``state_dict``, or any nest of plain values, tensors and objects;
+            after a restore, what this rank had.
     """
 
     def __init__(self, value: Any) -> None:
@@ -480,14 +492,14 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Saveable:
-    """A state as ``save_at`` takes it. per_rank: fnmatch patterns for ``SaveSpec.per_rank``."""
+    """A state as ``save_at`` takes it. ``per_rank``: fnmatch patterns for ``SaveSpec.per_rank``."""
 
     state_dict: dict[str, Any]
     per_rank: tuple[str, ...]
 
 
 class Untold(dict[str, Any]):
-    """Stands for a state that could not be told: whoever looks at it meets the error.
+    """Replaces a state that could not be read: reading its items raises the error.
 
     A rank that raised by itself would leave the others waiting in the save that it never begins.
     """
@@ -497,15 +509,15 @@ class Untold(dict[str, Any]):
         self.error = error
 
     def items(self) -> Any:
-        """Raise it."""
+        """Raise the error."""
         raise self.error
 
 
 def saveable(state: Any) -> Saveable:
-    """Local. The state dict of a state, as it is now: its tensors are the live ones.
+    """Return the state dict of a state as it is now, with its live tensors. Local.
 
-    Keys are told by the save's plan: two parts under one key, and what could not be loaded again
-    without executing code, are StateErrors that name key and class before a file is made.
+    The save's plan checks the keys: two parts under one key, and anything that could not be loaded
+    again without executing code, are StateErrors that name key and class before a file is made.
     """
     root = rooted(state)
     saving = _Saving(names_in(root))
@@ -520,7 +532,7 @@ def _patterns(path: Path) -> tuple[str, str]:
 
 
 class _Saving:
-    """One walk over a state that is saved."""
+    """One walk over a state to save."""
 
     def __init__(self, names: ParameterNames) -> None:
         self._names = names
@@ -537,25 +549,25 @@ class _Saving:
             return stored.save()
         children = children_of(value)
         if children is None:
-            # As it is, DCP would drop an empty dict, also within a list.
+            # Without the Leaf, DCP would drop an empty dict, also within a list.
             return Leaf(value) if isinstance(value, (Mapping, list)) else value
         made = {k: self.convert((*path, k), child) for k, child in in_order(children)}
         found = {k: made[k] for k, _ in children}
         if isinstance(value, Mapping):
             return found
         items = [*found.values()]
-        # DCP takes a list without tensors and dicts for one leaf, whatever else is in it.
+        # DCP treats a list without tensors and dicts as one leaf, whatever else is in it.
         return items if is_traversed(items) else {str(k): v for k, v in found.items()}
 
 
 def rooted(state: Any) -> Mapping[Any, Any]:
-    """The state as a dict; anything else lies under "state"."""
+    """Return the state as a dict; anything else becomes its item "state"."""
     is_dict = isinstance(state, Mapping) and not _is_stateful(state)
     return state if is_dict else {ROOT: state}
 
 
 def names_in(root: Any) -> ParameterNames:
-    """What the parameters of all modules of a state are called."""
+    """Return the names of the parameters of all modules of a state."""
     return ParameterNames(list(_modules((), root)))
 
 
@@ -570,7 +582,7 @@ def _modules(path: Path, value: Any) -> Iterator[tuple[Path, torch.nn.Module]]:
 
 
 def as_object(value: Any, names: ParameterNames) -> StoredObject | None:
-    """How an object is saved and loaded; None for tensors, containers and plain values."""
+    """Return how an object is saved and loaded; None for tensors, containers and plain values."""
     if isinstance(value, torch.nn.Module):
         return FlatModule(value) if is_flat(value) else ModuleObject(value)
     if isinstance(value, torch.optim.Optimizer):
@@ -578,7 +590,7 @@ def as_object(value: Any, names: ParameterNames) -> StoredObject | None:
         return OptimizerObject(value, names) if home is None else FlatOptimizer(value, home)
     if not _is_stateful(value):
         return None
-    # Whatever else loads may draw numbers.
+    # The generators come last: loading any other object may draw numbers.
     return StatefulObject(value, order=3 if isinstance(value, RngState) else 2)
 
 
@@ -589,17 +601,18 @@ def _is_stateful(value: Any) -> bool:
 
 
 def _is_of_one_rank(value: Any) -> bool:
-    """Objects that belong to one rank by what they are."""
+    """Whether an object belongs to one rank by its type."""
     return isinstance(value, RngState) or any(
         cls.__module__.startswith(_LOADERS) for cls in type(value).__mro__
     )
 
 
 def children_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """The parts of a container that is walked into; None for leaves.
+    """Return the parts of a container that is walked into; None for leaves.
 
-    Filled dicts are, and lists and tuples that hold tensors, dicts or objects; others are one leaf, as
-    for DCP. Named tuples always are: as a leaf one could not be loaded without executing code.
+    Filled dicts are walked into, and lists and tuples that hold tensors, dicts or objects; others
+    are one leaf, as for DCP. Named tuples always are walked into: as a leaf they could not be
+    loaded without executing code.
     """
     if _is_stateful(value):
         return None
@@ -612,8 +625,10 @@ def children_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def in_order(children: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Parts in the order in which every rank calls the objects in them, whatever order it has them in:
-    states that talk to other ranks would else wait for each other for ever.
+    """Return parts in the order in which every rank calls the objects in them.
+
+    The order does not depend on the rank's own container: states that communicate with other ranks
+    would otherwise wait for each other without end.
     """
     return sorted(children, key=lambda part: str(part[0]))
 

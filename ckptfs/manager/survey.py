@@ -1,11 +1,11 @@
-"""Looking at a run before a restore: programs that only read, and never take "nothing" for an answer
-when there may be something.
+"""Looking at a run before a restore.
 
     look         this domain's log, and whether it could be read to its end
-    leftovers    what lies in a run whose log knows of no checkpoint, and looks like one
+    leftovers    what looks like a checkpoint in a run, although its log knows of none
     missing      files of a checkpoint that are not there with their size; this rank's share
 
-A restore that finds nothing valid and starts at step 0 loses the run (marin #8760: 8,000 steps).
+These programs only read. They never report that there is nothing when there may be something: a
+restore that finds nothing valid and starts at step 0 loses the run (marin #8760: 8,000 steps).
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ __all__ = ["Missing", "Sight", "leftovers", "look", "missing", "share_of"]
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What one process sees of a run. domain: its id, None where nobody ever wrote a run. unread: why
-    the log cannot be read to its end, None where it was. unlogged: what another program saved after the
-    newest commit.
+    """What one process sees of a run.
+
+    Attributes:
+        domain: The id of its domain; None: no run was ever written here.
+        unread: Why the log cannot be read to its end; None: it was.
+        unlogged: What another program saved after the newest commit.
     """
 
     domain: str | None = None
@@ -42,14 +45,14 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """One file that is not as it was written: it is not there, or has another size."""
+    """One file that is not as it was written: it is absent, or has another size."""
 
     path: str
     why: str
 
 
 def look() -> Program[Sight]:
-    """Fold this domain's log; see by a listing that nothing lies behind the fold's end."""
+    """Fold this domain's log, and check by a listing that no entry follows the end of the fold."""
     view = yield from read_view()
     if view is None:
         if not (yield from _has_entries()):
@@ -70,17 +73,17 @@ def _has_entries() -> Program[bool]:
         entries: list[Entry] = yield List(LOG)
     except NotFoundError:
         return False
-    # Where entries are advisory their names go on after the number.
+    # The names of advisory entries continue after the number.
     return any(e.name.partition(".")[0].isdecimal() for e in entries)
 
 
 def leftovers(
     step_of: Callable[[str], int | None], known: Collection[str], *, has_log: bool
 ) -> Program[tuple[str, ...]]:
-    """Directories that look like checkpoints and that no log knows.
+    """Return the directories that look like checkpoints and are in no log.
 
-    A directory counts when it has a manifest or `.metadata`, and where nobody ever wrote a log also
-    when it is called like a step: other tools' checkpoints have neither.
+    A directory counts if it has a manifest or `.metadata`. If no log was ever written, a directory
+    with the name of a step counts too, because checkpoints of other tools have neither.
     """
     yield Refresh("")
     try:
@@ -108,14 +111,16 @@ def _is_checkpoint(name: str) -> Program[bool]:
 
 
 def share_of(files: Sequence[FileRecord], domain: str, number: int, size: int) -> list[FileRecord]:
-    """The part of a domain's files that one of its ``size`` ranks looks at."""
+    """Return the part of a domain's files that one of its ``size`` ranks checks."""
     here = sorted((f for f in files if f.domain in (None, domain)), key=lambda f: f.path)
     return here[number::size]
 
 
 def missing(files: Sequence[FileRecord], home: str, shape: Shape) -> Program[tuple[Missing, ...]]:
-    """Files that are not there, or have another size. On object stores one listing per 1,000 files
-    of a directory: an object is whole or not there, and its size is seen when it is opened.
+    """Return the files that are absent, or have another size.
+
+    On object stores this takes one listing per 1,000 files of a directory: an object is whole or
+    not there, and its size is checked when it is opened.
     """
     if shape is Shape.OBJECT:
         return (yield from _not_listed(files, home))

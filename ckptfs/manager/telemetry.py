@@ -1,13 +1,15 @@
-"""OpenTelemetry: a span per save, its phases as children, and metrics. ``pip install 'ckptfs[otel]'``
+"""OpenTelemetry: a span per save, its phases as children, and metrics.
+
+``pip install 'ckptfs[otel]'``
 
     ckptfs.save                        from the call to the commit, or to the failure
-      ckptfs.save.stage                until training may go on changing its tensors
+      ckptfs.save.stage                until training may change its tensors again
       ckptfs.save.write                until this rank's part is durable
       ckptfs.save.commit               until the checkpoint exists
 
-Only the API is used: the application chooses the SDK and its exporters, and without an SDK nothing is
-recorded. Times are those at which events were told, not heard. Attributes carry the counters that the
-writers kept: bytes, files, seconds per phase.
+Only the API is used: the application chooses the SDK and its exporters, and without an SDK nothing
+is recorded. Times are those at which events happened, not those at which they reached the listener.
+Attributes carry the counters of the writers: bytes, files, seconds per phase.
 """
 
 from __future__ import annotations
@@ -36,16 +38,16 @@ __all__ = ["TelemetryListener"]
 
 @dataclass(slots=True)
 class _Saving:
-    """A save on its way: its span, and when its last phase ended."""
+    """A save under way: its span, and when its last phase ended."""
 
     span: Any
     since_ns: int
 
 
 class TelemetryListener(TimedListener):
-    """Spans and metrics of saves, on the coordinator; ``EveryRank`` makes it each rank's.
+    """Spans and metrics of saves, on the coordinator; with ``EveryRank`` on each rank.
 
-    Where opentelemetry-api is not installed, making one is a MissingDriverError.
+    If opentelemetry-api is not installed, making one is a MissingDriverError.
 
     Args:
         tracer_provider: OpenTelemetry's; None: the global one.
@@ -85,7 +87,7 @@ class TelemetryListener(TimedListener):
         self._saves: dict[tuple[str, int], _Saving] = {}
 
     def hear(self, event: Event, at_ns: int) -> None:
-        """Open, divide or close a span; count."""
+        """Open, divide or close a span, and count."""
         match event:
             case SaveBegan():
                 self._begin(event, at_ns)
@@ -109,7 +111,7 @@ class TelemetryListener(TimedListener):
 
     def _begin(self, event: SaveBegan, at_ns: int) -> None:
         key = (event.uri, event.step)
-        self._end(key, at_ns, {})  # a save of that name that never told its end
+        self._end(key, at_ns, {})  # an earlier save of that name without an event for its end
         attributes: dict[str, Any] = {
             **self._attributes,
             "ckptfs.uri": event.uri,

@@ -1,22 +1,22 @@
-"""Waiting for checkpoints of a run that others write: for evaluation jobs and inference servers.
+"""Waiting for checkpoints that another job writes: for evaluation jobs and inference servers.
 
     seen = None
     while True:
         seen = ckptfs.wait_for_new(run_uri, after=seen, timeout_s=3600)
         evaluate(seen.uri)
 
-    with ckptfs.Watcher(run_uri) as watcher:      the same with its place in the log remembered
+    with ckptfs.Watcher(run_uri) as watcher:      the same, but remembers its place in the log
         for checkpoint in watcher: ...            until watcher.stop(), from any thread
 
-Local and read-only: no rank is talked to, nothing is appended, read permission is enough. With news, and
-every eighth time without, the run is listed once, where that is permitted: stock torch may save there. A
-poll asks for the one log entry after the last that was seen:
+Local and read-only: no other rank is involved, nothing is appended, read permission is enough.
+After each news, and every eighth poll without, the run is listed once, if that is permitted: stock
+torch may save there. A poll requests the one log entry after the last that was seen:
 
     nothing yet    0.5 s, then longer and longer, up to 10 s, each with jitter        one request
     an entry       folded; the newest live commit is compared with what the caller has
 
-Which is newer is told by commit order and never by the number of the step: a run that was restored
-at 50 and trained to 70 again is announced to whoever has seen 100.
+The order of commits, never the number of the step, decides which checkpoint is newer: a run that
+was restored at 50 and trained to 70 again is announced to a caller that has seen 100.
 """
 
 from __future__ import annotations
@@ -58,14 +58,16 @@ logger = logging.getLogger("ckptfs.manager")
 After = int | Checkpoint | None
 Kinds = Literal["checkpoint", "weights"]
 
-_LOOK_ROUND_EVERY = 8  # idle polls: whether this is still the run that was watched
-_READ_S = 5.0  # how long one poll repeats a read that the storage fails; the next poll goes on
+_LOOK_ROUND_EVERY = 8  # idle polls until the next check that this is still the same run
+_READ_S = 5.0  # for how long one poll repeats a read that fails; the next poll tries again
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long to rest between polls, in seconds: first_s, then ``growth`` times as long each time
-    up to longest_s. Each is varied by a quarter: a thousand servers must not ask at one moment.
+    """How long to rest between polls, in seconds.
+
+    The rest is ``first_s``, then ``growth`` times as long each time, up to ``longest_s``. Each rest
+    is varied by a quarter: a thousand servers must not poll at the same moment.
     """
 
     first_s: float = 0.5
@@ -73,8 +75,8 @@ class Pace:
     growth: float = 1.5
 
     def rest_s(self, idle: int) -> float:
-        """The rest before poll number ``idle`` that follows the last news; first_s to longest_s."""
-        # The power is bounded, or a week of waiting would overflow it.
+        """Return the rest before poll number ``idle`` since the last news: first_s to longest_s."""
+        # The exponent is bounded: a week of waiting would overflow the power.
         grown = min(self.longest_s, self.first_s * self.growth ** min(idle, 64))
         return min(self.longest_s, max(self.first_s, grown * random.uniform(0.75, 1.25)))  # noqa: S311
 
@@ -88,24 +90,26 @@ def wait_for_new(
     unlogged: Literal["error", "ignore"] = "error",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Wait until a run has a checkpoint that the caller has not seen; the newest there is. Local, read-only.
+    """Wait until a run has a checkpoint that the caller has not seen; the newest there is.
 
-    The checkpoint is committed and whole. It stays whole for the manager's ``delete_grace_s`` after it was
-    deleted, so an inference server has that long to read it. On node-local disks this node's log answers.
-    Checkpoints without a log (copied, or of stock torch) and saves of a failing run are not announced. Read
-    permission is enough. Failures of the storage other than those below are waited out. Ctrl-C ends it at any
-    time.
+    Local, read-only. The checkpoint is committed and whole. It stays whole for the manager's
+    ``delete_grace_s`` after it was deleted, so an inference server has that long to read it. On
+    node-local disks this node's log answers. Checkpoints without a log (copied, or of stock torch)
+    and saves of a failing run are not announced. Read permission is enough. Failures of the storage
+    other than those below are waited out. Ctrl-C ends it at any time.
 
     Args:
         run_uri: The run; it need not exist yet.
-        after: What the caller has seen last: the Checkpoint that this function returned, or its step; None
-            for nothing. A step means the last commit of it; one that the run never committed means nothing.
+        after: What the caller has seen last: the Checkpoint that this function returned, or its
+            step; None for nothing. A step means the last commit of it; one that the run never
+            committed means nothing.
         kind: "checkpoint" or "weights", each with a newest of its own.
-        timeout_s: How long, in seconds, with one last look; 0 looks once, None waits for as long as it takes.
-        unlogged: "error" raises AmbiguousCheckpointError where stock torch saved into the run after its
-            newest commit; "ignore" does not look.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``run_uri``, where it
-            has some.
+        timeout_s: How long, in seconds, with one last look; 0 looks once, None waits for as long as
+            it takes.
+        unlogged: "error" raises AmbiguousCheckpointError if stock torch saved into the run after
+            its newest commit; "ignore" does not look.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of
+            ``run_uri``, if it has any.
 
     Returns:
         The newest checkpoint.
@@ -129,18 +133,19 @@ def wait_for_new(
 class Watcher:
     """A place in a run's log. One thread waits at a time; any thread may ``stop`` it.
 
-    Iterating yields the newest checkpoint each time there is a newer one, the one that is there already
-    first, until stopped.
+    Iterating first yields the newest checkpoint, and then each one that becomes the newest, until
+    stopped.
 
     Args:
         run_uri: The run; it need not exist yet.
         kind: "checkpoint" or "weights", as for ``wait_for_new``.
         unlogged: "error" or "ignore", as for ``wait_for_new``.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``run_uri``, where it
-            has some.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of
+            ``run_uri``, if it has any.
         pace: The pauses between polls; None: 0.5 s, growing up to 10 s.
         storage: The run's storage, opened by the caller; None: opened here.
-        rest: Waits so many seconds and returns whether to stop; for tests. None: until ``stop``.
+        rest: Waits for the given number of seconds and returns whether to stop; for tests. None:
+            until ``stop``.
 
     Attributes:
         root: The run's URI.
@@ -191,8 +196,8 @@ class Watcher:
         while not self._stopped.is_set():
             try:
                 views = self._end.poll(idle)
-                # A new entry, or a round of polls without one: who waits for the next checkpoint would
-                # wait for ever where another program saves them.
+                # After a new entry, or a round of polls without one: if another program saves the next
+                # checkpoints, the caller would never stop waiting.
                 is_round = idle > 0 and idle % _LOOK_ROUND_EVERY == 0
                 if views is not None and (views is not self._checked or is_round):
                     self._refuse_unlogged(views)
@@ -219,15 +224,15 @@ class Watcher:
         self._checked = views
         if self._asks:
             shape = self._plain.capabilities.shape
-            # Who may not list cannot know, and waits for ours as before.
+            # Without permission to list this cannot be known; the wait continues as before.
             with contextlib.suppress(AccessError):
                 program = check_unlogged(views, self.root, shape)
                 drive(program, self._end.log, deadline_s=_READ_S)
 
     def _still_exists(self, seal: Seal, views: Views) -> bool:
-        """False where the save was deleted since ``views``: the next poll folds that."""
+        """False if the save was deleted since ``views``: the next poll folds that."""
         shape = self._plain.capabilities.shape
-        # Who may not look cannot know: the load tells.
+        # Without permission this cannot be known: the load will show it.
         with contextlib.suppress(AccessError):
             program = views_if_gone(seal, views, self.root, shape)
             return drive(program, self._end.log, deadline_s=_READ_S) is None
@@ -239,7 +244,10 @@ class Watcher:
             yield found
 
     def stop(self) -> None:
-        """End the wait that is under way, and all later ones. Any thread, a signal handler too."""
+        """End the wait that is under way, and all later ones.
+
+        Any thread may call it, or a signal handler.
+        """
         self._stopped.set()
 
     def close(self) -> None:
@@ -268,11 +276,15 @@ class Watcher:
 
 
 def newer_than(after: After, kind: Kind, views: Views) -> Live | None:
-    """The newest live commit of a kind, if it came after the one that the caller has seen. Pure."""
+    """Return the newest live commit of a kind, if it is newer than what the caller has seen.
+
+    Pure.
+    """
     lives = [x for x in catalog(views) if x.seal.artifact is kind and not x.seal.failure]
     if not lives:
         return None
-    # Deleted and replaced ones too: what was seen may be gone by now, its place in the order is not.
+    # Deleted and replaced ones count too: what was seen may be gone by now, but keeps its place in the
+    # order.
     if isinstance(after, Checkpoint):
         seal = None if after.save_id is None else seal_of(after.save_id, views)
         seen = [] if seal is None else [order_key(seal, views)]
@@ -298,15 +310,15 @@ class _End:
         self._views: Views | None = None
 
     def poll(self, idle: int) -> Views | None:
-        """The log as it is now, the same object where nothing came; None where there is no run yet.
+        """Return the log as it is now: the same object if nothing came, None if there is no run.
 
-        TransientError, AnswerLostError, CommitInDoubtError: ask again.
+        After TransientError, AnswerLostError or CommitInDoubtError, call it again.
         """
         if self._domain is None or (idle and idle % _LOOK_ROUND_EVERY == 0):
             self._look_round()
         if self._domain is None or not self._find_log():
             return None
-        # Without exclusive creates an entry may slip in below what was folded.
+        # Without exclusive creates an entry may appear below what was folded already.
         known = None if isinstance(self._log, AdvisoryLog) else self._state
         state = drive(catch_up(known), self._log or self._storage, deadline_s=_READ_S)
         if self._views is None or state is not self._state:
@@ -315,17 +327,17 @@ class _End:
 
     @property
     def log(self) -> Storage:
-        """The storage, with the log as it lies there."""
+        """The storage, seen with the kind of log that it has."""
         return self._log or self._storage
 
     def _look_round(self) -> None:
-        """Read the domain's id: somebody may have removed the run and begun it anew."""
+        """Read the domain's id: the run may have been removed and begun again."""
         domain = drive(read_domain(), self._storage, deadline_s=_READ_S)
         if domain != self._domain:
             self._domain, self._log, self._state, self._views = domain, None, None, None
 
     def _find_log(self) -> bool:
-        """Whether the run has an entry, and of which kind its log is."""
+        """Find out which kind of log the run has; return False if it has no entry yet."""
         if self._log is None:
             match kind_of_log(self._storage):
                 case LogKind.NONE:
