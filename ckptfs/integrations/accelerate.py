@@ -8,12 +8,16 @@
     saves.close()
 
     sync     save_state writes into what will be committed: the attempt itself on a mounted
-             filesystem, else scratch of this node, which is uploaded
+             filesystem, otherwise this node's scratch, which is uploaded
     async    it writes to scratch; the upload and the commit happen in the background
 
-Files and names are Accelerate's own: its ``load_state`` reads them. FSDP's functions take a directory,
-so theirs is ``with saves.manager.writing(step) as path: save_fsdp_model(..., path)``, all in one commit.
-What to keep and how to commit is ``DirectoryManager``'s business.
+Files and names are Accelerate's own: its ``load_state`` reads them. FSDP's functions take a
+directory; all that they write is in one commit:
+
+    with saves.manager.writing(step) as path:
+        save_fsdp_model(..., path)
+
+``DirectoryManager`` decides what to keep and how to commit.
 """
 
 from __future__ import annotations
@@ -45,19 +49,20 @@ _PREFIX = "ckptfs-accelerate-"
 class CkptfsState:
     """An Accelerator's state, saved and retained at ``uri``. Every rank makes one.
 
-    Accelerate's own naming and total_limit delete before they write: total_limit must be None, else that is a
-    StateError, and automatic_checkpoint_naming only numbers the saves without a ``step``. Errors are the same
-    on all ranks. After a crash exactly the committed checkpoints are there.
+    Accelerate's own naming and total_limit delete before they write. Therefore total_limit must be
+    None, otherwise it is a StateError, and automatic_checkpoint_naming only numbers the saves
+    without a ``step``. Errors are the same on all ranks. After a crash exactly the committed
+    checkpoints are there.
 
     Args:
         accelerator: The Accelerator, with everything prepared and registered.
         uri: The run, the same on all ranks.
-        mode: "sync" commits before ``save`` returns; "async" returns from ``save`` when the state is written
-            to scratch (option ``scratch``, by default the temporary directory), and commits in the
-            background.
+        mode: "sync" commits before ``save`` returns; "async" returns from ``save`` when the state
+            is written to scratch (option ``scratch``, by default the temporary directory), and
+            commits in the background.
         name: Template of the names, matched exactly.
-        options: As for ``ckptfs.DirectoryManager``: keep_latest, keep_every, keep_best, max_in_flight,
-            storage_options and all others.
+        options: As for ``ckptfs.DirectoryManager``: keep_latest, keep_every, keep_best,
+            max_in_flight, storage_options and all others.
 
     Attributes:
         manager: The DirectoryManager, for steps, pins, ``should_save``.
@@ -95,12 +100,13 @@ class CkptfsState:
     ) -> SaveResult | PendingSave | SaveSkipped | None:
         """``accelerator.save_state`` as the checkpoint of ``step``. Collective.
 
-        Committed on return, or under way in async mode: then what failed is raised by the next save,
-        ``manager.wait`` or ``close``. What a rank fails at is raised on all ranks and nothing is committed;
-        what was committed before stays.
+        It is committed on return, or under way in async mode: then the next save, ``manager.wait``
+        or ``close`` raises its error. A failure of one rank is raised on all ranks and nothing is
+        committed; what was committed before stays.
 
         Args:
-            step: Completed optimizer steps; None: ``accelerator.save_iteration``, which counts saves.
+            step: Completed optimizer steps; None: ``accelerator.save_iteration``, which counts
+                saves.
             metrics: Numbers for ``keep_best``; None: none.
             options: As for ``save_state``.
 
@@ -122,7 +128,7 @@ class CkptfsState:
             self._write(path, options)
         saved = self.manager.save(step, path, metrics, consume=True)
         if isinstance(saved, SaveSkipped):
-            shutil.rmtree(path, ignore_errors=True)  # every rank, all at once: harmless
+            shutil.rmtree(path, ignore_errors=True)  # all ranks do this at once, which is harmless
         return saved
 
     def _write(self, path: str, options: Mapping[str, Any]) -> None:
@@ -131,7 +137,10 @@ class CkptfsState:
 
     @contextlib.contextmanager
     def _plain_names(self) -> Iterator[None]:
-        """With its own naming Accelerate does not ask where to, and raises on one rank before a barrier."""
+        """Switch off Accelerate's own naming for the block.
+
+        With it, Accelerate ignores the path, and raises on one rank before a barrier.
+        """
         configuration = self._accelerator.project_configuration
         naming = configuration.automatic_checkpoint_naming
         configuration.automatic_checkpoint_naming = False
@@ -141,7 +150,10 @@ class CkptfsState:
             configuration.automatic_checkpoint_naming = naming
 
     def _scratched(self) -> NodeScratch:
-        """Collective at its first use. A directory that this node's ranks share until ``close``."""
+        """Return a directory that this node's ranks share until ``close``.
+
+        Collective at its first use.
+        """
         if self._scratch is None:
             ranks = self._ranks
             place = NodeScratch(ranks, _PREFIX, self._options.get("scratch"))
@@ -161,19 +173,19 @@ class CkptfsState:
         per_rank: Literal["error", "drop"] = "error",
         **options: Any,
     ) -> int | None:
-        """``accelerator.load_state`` of the newest committed checkpoint, or of ``step``. Collective, read-only.
+        """``accelerator.load_state`` of the newest committed checkpoint, or of ``step``.
 
-        The next save is numbered after this one.
+        Collective, read-only. The next save is numbered after this one.
 
         Args:
             step: Exactly this one; None: the newest.
-            per_rank: What happens where the random states of this rank are missing (another number of ranks)
-                or unreadable: Accelerate continues with other random numbers, without a word. "error" does
-                not, "drop" does.
+            per_rank: What happens if the random states of this rank are missing (another number of
+                ranks) or unreadable: "drop" lets Accelerate continue with other random numbers,
+                which it does without a warning; "error" does not.
             options: As for ``load_state``.
 
         Returns:
-            The step; None only where nothing was ever saved.
+            The step; None only if nothing was ever saved.
 
         Raises:
             NotFoundError: There is no such step.
@@ -207,7 +219,7 @@ class CkptfsState:
     # -- the end ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Collective. Finish what is on its way and release the run. Raises what failed, after that."""
+        """Finish what is under way and release the run; then raise what failed. Collective."""
         with self._leaving():
             self.manager.close()
 
@@ -220,7 +232,7 @@ class CkptfsState:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """As ``close``; after an exception of the block nothing is asked of other ranks."""
+        """Close as ``close`` does; after an exception in the block, wait for no other rank."""
         with self._leaving():
             self.manager.__exit__(exc_type, exc, tb)
 
@@ -238,7 +250,7 @@ class CkptfsState:
 
     @property
     def _ranks(self) -> Control:
-        """Collective at its first use."""
+        """The control. Collective at its first use."""
         if self._control is None:
             self._control = open_control(
                 process_group=self._options.get("process_group"),

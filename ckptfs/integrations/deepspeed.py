@@ -6,8 +6,8 @@
     engine.save_checkpoint("/scratch/ckpt")        whole at s3://bucket/run/global_step100, or not at all
     store.close()
 
-    save     DeepSpeed writes below root; what a rank fails of waits until all ranks stand in commit
-    commit   all ranks hear of it, or the directory is published; then `latest` moves, there and here
+    save     DeepSpeed writes below root; a rank's failure is kept until all ranks are in commit
+    commit   every rank gets the failure, or the directory is published; then `latest` moves, at both places
     load     fetches to root first; every rank gets the same checkpoint
 
 Files and names are DeepSpeed's own: its engine and zero_to_fp32 read them.
@@ -52,7 +52,7 @@ _READING = {"process_group", "timeout_s", "storage_options", "scope", "domain"}
 
 @dataclass(slots=True)
 class _Save:
-    """What DeepSpeed writes on one rank. refusal: why it cannot be committed, by all ranks' word."""
+    """What DeepSpeed writes on one rank. ``refusal``: why all ranks agreed not to commit it."""
 
     tag: str
     error: Exception | None = None
@@ -60,7 +60,7 @@ class _Save:
     refusal: CkptfsError | None = None
 
     def outcome(self) -> int:
-        """The number of files, or the failure."""
+        """Return the number of files, or raise the failure."""
         if self.error is not None:
             raise self.error
         return self.files
@@ -69,16 +69,16 @@ class _Save:
 class CkptfsEngine(CheckpointEngine):
     """A DeepSpeed checkpoint engine with commits at ``uri`` for checkpoints.
 
-    Every rank makes one, and attaches it after ``deepspeed.initialize``. Errors are the same on all ranks:
-    CollectiveError for what a rank could not write, StateError for a tag that the template does not make,
-    CommitConflictError for one that is committed. Asynchronous: what failed is raised by the next save,
-    ``wait`` or ``close``. After a crash at any time exactly the committed checkpoints are there, and
-    ``latest`` names one of them.
+    Every rank makes one, and attaches it after ``deepspeed.initialize``. Errors are the same on all
+    ranks: CollectiveError if a rank could not write, StateError for a tag that does not match the
+    template, CommitConflictError for one that is committed. The error of an asynchronous save is
+    raised by the next save, ``wait`` or ``close``. After a crash at any time exactly the committed
+    checkpoints are there, and ``latest`` names one of them.
 
     Args:
-        root: The directory that ``save_checkpoint`` and ``load_checkpoint`` are called with, on each node's
-            own disk or shared; it holds the newest checkpoint and those under way. Other directories are left
-            to DeepSpeed.
+        root: The directory that ``save_checkpoint`` and ``load_checkpoint`` are called with, on
+            each node's own disk or shared; it holds the newest checkpoint and those under way.
+            Other directories are left to DeepSpeed.
         uri: The run, the same on all ranks.
         name: Template of the tags.
         mode: "sync" commits before ``save_checkpoint`` returns; "async" commits in the background.
@@ -119,8 +119,9 @@ class CkptfsEngine(CheckpointEngine):
     def attach(self, engine: Any) -> Self:
         """Make an engine save and load through this one. Local.
 
-        Setting ``engine.checkpoint_engine`` alone would do without three things: a load that fetches first,
-        an exception of one rank that is raised on all, a local ``latest`` that is never empty.
+        Setting only ``engine.checkpoint_engine`` would leave out three things: a load that fetches
+        first, an exception of one rank that is raised on all, a local ``latest`` that is never
+        empty.
 
         Args:
             engine: DeepSpeed's.
@@ -144,15 +145,20 @@ class CkptfsEngine(CheckpointEngine):
         return self
 
     def save_object(self, name: str, obj: object) -> None:
-        """Local. Put an object beside DeepSpeed's files in the next checkpoint, by ``torch.save``; one
-        rank calls it. ``ckptfs.load_object(checkpoint.uri / name)`` reads it from any process.
+        """Add an object to the next checkpoint, by ``torch.save``. Local; one rank calls it.
+
+        It is a file next to DeepSpeed's. ``ckptfs.load_object(checkpoint.uri / name)`` reads it
+        from any process.
         """
         self._extra[name] = obj
 
     # -- DeepSpeed's calls ------------------------------------------------------------------
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Collective. A checkpoint begins: the same on all ranks, in a directory without old files."""
+        """Begin a checkpoint: the same on all ranks, in a directory without old files.
+
+        Collective.
+        """
         if not self._root.is_at(info.save_dir):
             self._files.create(info)
             return
@@ -169,8 +175,9 @@ class CkptfsEngine(CheckpointEngine):
         self._save = save
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - its own
-        """DeepSpeed logs what this raises and goes on, or raises on one rank before a barrier: here it
-        waits for the next step that all ranks take.
+        """Make a directory; a failure waits for the next step that all ranks take.
+
+        DeepSpeed would log the error and continue, or raise on one rank before a barrier.
         """
         make = functools.partial(self._files.makedirs, path, exist_ok=exist_ok)
         if self._save is not None or not self._root.is_at(path):
@@ -190,7 +197,7 @@ class CkptfsEngine(CheckpointEngine):
         return self._files.load(path, map_location=map_location)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Collective. Every rank has written, or failed: publish the directory, or raise everywhere."""
+        """Publish the directory, or raise on all ranks if one failed to write. Collective."""
         save, extra = self._save, self._extra
         if save is None:
             return bool(self._files.commit(info))
@@ -202,11 +209,11 @@ class CkptfsEngine(CheckpointEngine):
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """As the engine that writes the files."""
+        """Whether the engine that writes the files says so."""
         return bool(self._files.is_data_parallel_writer(dp_rank))
 
     def preserves_storage_sharing(self) -> bool:
-        """As the engine that writes the files."""
+        """Whether the engine that writes the files says so."""
         return bool(self._files.preserves_storage_sharing())
 
     def is_decoupled(self) -> bool:
@@ -230,17 +237,20 @@ class CkptfsEngine(CheckpointEngine):
             )
             return stock(save_dir, tag, client_state or {}, save_latest, **options)
         try:
-            # DeepSpeed would truncate `latest` to write it: nobody but us moves it.
+            # DeepSpeed would truncate `latest` to write it, so only this engine moves it.
             return stock(save_dir, tag, client_state or {}, save_latest=False, **options)
         except Exception as error:
             save, self._save = self._save, None
-            if save is not None:  # this rank did not come to its commit, where the others wait
+            if save is not None:  # this rank did not reach its commit, where the others wait
                 save.error = save.error or error
                 self._end(save)
             raise
 
     def _refusal(self, tags: Sequence[str]) -> CkptfsError | None:
-        """Why this tag cannot be committed. A value: save_16bit_model has a tag and writes nothing to it."""
+        """Return why this tag cannot be committed.
+
+        It is returned, not raised: save_16bit_model has a tag and writes nothing to it.
+        """
         if len(set(tags)) > 1:
             raise StateError(f"ranks save different tags: {', '.join(sorted(set(tags)))}")
         step = self._names.step_of(tags[0])
@@ -272,7 +282,10 @@ class CkptfsEngine(CheckpointEngine):
                 save.error = error
 
     def _end(self, save: _Save) -> None:
-        """Collective. What a save comes to: nothing where no rank wrote, a failure, or a commit."""
+        """End a save: do nothing if no rank wrote, otherwise raise a failure or commit.
+
+        Collective.
+        """
 
         def decide(files: Sequence[int]) -> bool:
             if any(files) and save.refusal is not None:
@@ -291,7 +304,10 @@ class CkptfsEngine(CheckpointEngine):
             self._root.on_nodes(self._ranks, "keep it", lambda: self._root.keep(save.tag))
 
     def _land(self) -> None:
-        """Local. What is committed by now, as far as this rank knows, is the newest at root."""
+        """Make the newest checkpoint that this rank knows to be committed the newest at root.
+
+        Local.
+        """
         done = [tag for tag, save in self._going.items() if save.done()]
         whole = [tag for tag in done if self._going.pop(tag).committed.exception() is None]
         if whole and is_lead(self._ranks):
@@ -304,15 +320,15 @@ class CkptfsEngine(CheckpointEngine):
     ) -> Any:
         if self._root.is_at(load_dir) and not self._is_universal():
             tag = self.fetch(tag) or tag
-            if tag is None:  # DeepSpeed reads what `latest` at root names, of whatever run
+            if tag is None:  # DeepSpeed reads what `latest` at root names, even of another run
                 self._root.on_nodes(self._ranks, "nothing yet", self._root.refuse_leftovers)
         return stock(load_dir, tag, *args, **options)
 
     def fetch(self, tag: str | None = None) -> str | None:
-        """Bring the newest committed checkpoint, or that of ``tag``, to ``root`` on every node, digests
-        verified. Collective, read-only at the URI.
+        """Bring the newest committed checkpoint, or that of ``tag``, to ``root`` on every node.
 
-        What stock wrote is found by its ``latest``.
+        Collective, read-only at the URI; digests are verified. A checkpoint that stock DeepSpeed
+        wrote is found by its ``latest``.
 
         Args:
             tag: Exactly this one; None: the newest.
@@ -337,7 +353,7 @@ class CkptfsEngine(CheckpointEngine):
         def open_there(stack: contextlib.ExitStack, into: str) -> str | None:
             steps, pointed = self._ranks.step("look", look)[0]
             stock = (None if steps else pointed) if tag is None else tag
-            # A run that lost its disk: what it had is in its copies, and no tag of stock is there to read.
+            # If the run lost its disk, its checkpoints are in its copies, and there is no stock tag to read.
             is_lost = not steps and step is not None and bool(self._options.get("copies"))
             if stock is None or step in steps or is_lost:
                 opened = stack.enter_context(self.manager.reading(step, into=into))
@@ -352,19 +368,22 @@ class CkptfsEngine(CheckpointEngine):
     # -- the end ----------------------------------------------------------------------------
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Collective. Return when every save so far is committed; raise what one failed of."""
+        """Wait until every save so far is committed; raise the error of one that failed.
+
+        Collective.
+        """
         self.manager.wait(timeout_s)
         self._ranks.step("keep the newest", self._land)
 
     def close(self) -> None:
-        """Collective. Finish what is on its way and release the run. Raises what failed, after that."""
+        """Finish what is under way and release the run; then raise what failed. Collective."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """As ``close``; after an exception of the block nothing is asked of other ranks."""
+        """Close as ``close`` does; after an exception in the block, wait for no other rank."""
         try:
             if exc[1] is None and self._control is not None:
                 self.wait()
@@ -377,7 +396,7 @@ class CkptfsEngine(CheckpointEngine):
 
     @property
     def _ranks(self) -> Control:
-        """Collective at its first use."""
+        """The control. Collective at its first use."""
         if self._control is None:
             among, timeout_s = map(self._options.get, ("process_group", "timeout_s"))
             self._control = open_control(None, among, timeout_s)

@@ -3,10 +3,11 @@
     Trainer(plugins=[CkptfsIO()], callbacks=[ModelCheckpoint("s3://bucket/run")])
     Trainer(strategy=CkptfsDDPStrategy(checkpoint_io=CkptfsIO("async")))      errors on every rank
 
-    last_checkpoint("s3://bucket/run") -> ckpt_path, or None where nothing was ever saved
+    last_checkpoint("s3://bucket/run") -> ckpt_path, or None if nothing was ever saved
 
-Which files may be removed, and when, is decided by ``ckptfs.integrations._support.object_files``. Strategies that
-shard the model (FSDP, ModelParallel) are in ``ckptfs.integrations.lightning_strategies``.
+``ckptfs.integrations._support.object_files`` decides which files may be removed, and when.
+Strategies that shard the model (FSDP, ModelParallel) are in
+``ckptfs.integrations.lightning_strategies``.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ Options = Mapping[str, Any] | None
 
 
 class CkptfsIO(CheckpointIO):
-    """Single-file checkpoints at any URI, each whole or not at all: ``Trainer(plugins=[CkptfsIO()])``.
+    """Single-file checkpoints at any URI, each whole or not at all.
 
-    What an asynchronous save fails at is raised by the next save, or at the end of ``fit``. A checkpoint is
-    removed when the one that replaces it is committed, and only if this run wrote it; what the run was
-    resumed from stays. Fabric ends no plugin: call ``teardown`` when the training is done.
+    Use it as ``Trainer(plugins=[CkptfsIO()])``. The error of an asynchronous save is raised by the
+    next save, or at the end of ``fit``. A checkpoint is removed when the one that replaces it is
+    committed, and only if this run wrote it; the checkpoint that the run resumed from stays. Fabric
+    does not end plugins: call ``teardown`` when the training is done.
 
     Args:
-        mode: "sync" returns when the checkpoint is written; "async" returns when it is pickled in host
-            memory, and writes it in the background.
+        mode: "sync" returns when the checkpoint is written; "async" returns when it is pickled in
+            host memory, and writes it in the background.
         storage_options: As in fsspec; None: no options.
         max_in_flight: How many checkpoints are written in the background at once.
     """
@@ -59,7 +61,10 @@ class CkptfsIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Options = None
     ) -> None:
-        """Called on rank 0. Errors are the storage's; the old file stays then."""
+        """Save one checkpoint. Called on rank 0.
+
+        Errors are the storage's; the old file stays then.
+        """
         self._files.save(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(
@@ -79,26 +84,29 @@ class CkptfsIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Called on rank 0. Not before the save that replaces it is committed."""
+        """Remove a checkpoint, once the save that replaces it is committed. Called on rank 0."""
         self._files.remove(path)
 
     def wait(self) -> None:
-        """Called on rank 0. Return when every save is whole at its URI; raises what one failed of."""
+        """Wait until every save is whole at its URI; raise the error of one that failed.
+
+        Called on rank 0.
+        """
         self._files.wait()
 
     def teardown(self) -> None:
-        """Wait for what is on its way; raise what failed."""
+        """Wait for the saves under way; raise what failed."""
         self._files.close()
 
 
 def last_checkpoint(
     dirpath: Any, name: str = "last", *, storage_options: Options = None
 ) -> str | None:
-    """What to resume from in a ModelCheckpoint's directory: ``fit(ckpt_path=last_checkpoint(uri))``. Local, any
-    rank.
+    """The last checkpoint in a ModelCheckpoint's directory, to resume from. Local, any rank.
 
-    The last committed sharded checkpoint, else ``last.ckpt`` or its highest version. Lightning's own
-    ``ckpt_path="last"`` begins from the start where the directory is remote.
+    Use it as ``fit(ckpt_path=last_checkpoint(uri))``. It is the last committed sharded checkpoint,
+    else ``last.ckpt`` or its highest version. Lightning's own ``ckpt_path="last"`` starts from the
+    beginning if the directory is remote.
 
     Args:
         dirpath: ModelCheckpoint's directory.
@@ -106,7 +114,7 @@ def last_checkpoint(
         storage_options: As in fsspec; None: no options.
 
     Returns:
-        The URI; None only where nothing was ever saved.
+        The URI; None only if nothing was ever saved.
 
     Raises:
         NotFoundError: There are checkpoints, and none has that name.
@@ -148,7 +156,10 @@ def last_checkpoint(
 
 
 def _as_path(uri: Uri) -> str:
-    """Lightning compares paths as ``Path``, which no ``file://`` survives."""
+    """Return a path or a URI for Lightning, which compares paths as ``Path``.
+
+    That would damage ``file://``, so a local URI becomes a path.
+    """
     return uri.local_path if uri.is_local else uri.full
 
 

@@ -5,14 +5,14 @@
     Fabric(strategy=CkptfsFabricModelParallelStrategy(parallelize, data_parallel_size=8))
     Fabric(strategy=CkptfsFabricFSDPStrategy())
 
-    what Lightning calls                       what it comes to
+    what Lightning calls                       what happens
     save_checkpoint  sharded                   one save of ``Shelves``: tensors and meta.pt together
                      full                      one file, assembled and written on rank 0
     load_checkpoint  a directory, ours, stock  ``Shelves.load``
                      a single file             Lightning's own code, over a local copy of it
     remove_checkpoint                          after the commit of what replaces it, on every node
 
-Arguments are those of the strategy that each one is, and ``mode`` and ``storage_options``.
+Each takes the arguments of the strategy that it derives from, and ``mode`` and ``storage_options``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _META_FILE = "meta.pt"  # a directory with it is a sharded checkpoint to Lightni
 
 
 class _Saving:
-    """What all four have in common."""
+    """What all four strategies share."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Saving:
     def _is_full(self) -> bool:
         """Whether checkpoints are one file."""
         this: Any = self
-        kind = getattr(this, "_state_dict_type", None)  # FSDP's way to say so
+        kind = getattr(this, "_state_dict_type", None)  # FSDP's setting
         return kind == "full" if kind else not getattr(this, "_save_distributed_checkpoint", True)
 
     def _on_zero(self, act: Callable[[], Any]) -> Any:
@@ -87,7 +87,10 @@ class _Saving:
         return from_rank_zero(this.global_rank, this.broadcast, act)
 
     def _agreed(self, path: Any) -> Uri:
-        """Rank 0's, as everywhere in Lightning; and no ``Path`` around a URI."""
+        """Return rank 0's path as a URI, because a ``Path`` would damage one.
+
+        Lightning uses rank 0's path everywhere.
+        """
         target: Uri = self._on_zero(lambda: Uri.parse(path))
         return target
 
@@ -126,7 +129,7 @@ class _Saving:
         strict: bool,
         weights_only: bool | None,
     ) -> dict[str, Any]:
-        """What lies in meta.pt, or did when stock wrote it."""
+        """Load the tensors; return the content of meta.pt."""
         data = self._shelves.load(target, *module, optimizers, strict=strict)
         if data is None:
             options = self._shelves.storage_options
@@ -139,7 +142,7 @@ class _Saving:
         return dict(meta)
 
     def wait(self) -> None:
-        """Collective. Return when all saves are committed; raises what one failed of."""
+        """Wait until all saves are committed; raise the error of one that failed. Collective."""
         self._shelves.wait()
         self._on_zero(self._files.wait)
 
@@ -148,7 +151,10 @@ class _Saving:
 
     @contextlib.contextmanager
     def _local_copy(self, target: Uri) -> Iterator[str]:
-        """One file on each node, under one path: Lightning's own code reads no other."""
+        """Yield the path of a copy of the file on each node.
+
+        Lightning's own code reads local files only.
+        """
         if target.is_local:
             yield target.local_path
             return
@@ -162,7 +168,7 @@ class _Saving:
                 copy_file(target, os.path.join(directory, target.name), options)
 
         try:
-            with control_for(None, None) as control:  # in a barrier the others would wait for ever
+            with control_for(None, None) as control:  # a barrier would hang if one rank fails
                 control.step("copy the file to each node", fetch)
             yield os.path.join(directory, target.name)
             this.barrier()
@@ -180,12 +186,12 @@ class _TrainerSaving(_Saving):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Collective. Errors are those of ``ckptfs.save``, on every rank."""
+        """Save one checkpoint. Collective. Errors are those of ``ckptfs.save``, on every rank."""
         _refuse(self, storage_options)
         if self._is_full:
             self._save_full(filepath, checkpoint)
             return
-        # save_checkpoint(weights_only=True) leaves this key out: nothing can go on from an export.
+        # save_checkpoint(weights_only=True) leaves this key out: no job can resume from an export.
         kind = Kind.CHECKPOINT if "optimizer_states" in checkpoint else Kind.WEIGHTS
         state = {self._model_key: checkpoint.pop("state_dict")}
         for number, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
@@ -193,7 +199,7 @@ class _TrainerSaving(_Saving):
         self._save(filepath, state, checkpoint, checkpoint.get("global_step"), kind)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Load one of ours, a directory that stock wrote, or a single file. Collective.
+        """Load one of our checkpoints, a directory that stock wrote, or a single file. Collective.
 
         Raises:
             NotFoundError: There is no such checkpoint.
@@ -217,7 +223,10 @@ class _TrainerSaving(_Saving):
         )
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Collective, as ModelCheckpoint calls it. Only what this run wrote; not what it resumed from."""
+        """Remove a checkpoint that this run wrote and did not resume from. Collective.
+
+        ModelCheckpoint calls it.
+        """
         target = self._agreed(filepath)
         if self._shelves.knows(target.parent):
             self._shelves.remove(target)
@@ -225,12 +234,15 @@ class _TrainerSaving(_Saving):
             self._on_zero(lambda: self._files.remove(target))
 
     def on_exception(self, exception: BaseException) -> None:
-        """Nothing more is asked of other ranks; saves on their way are finished."""
+        """Finish the saves under way without waiting for other ranks."""
         super().on_exception(exception)  # type: ignore[misc]
         self._shelves.leave()
 
     def teardown(self) -> None:
-        """Collective, at the end of ``fit``: raises what an asynchronous save failed of."""
+        """Close at the end of ``fit``; raise the error of an asynchronous save that failed.
+
+        Collective.
+        """
         try:
             self._shelves.close()
             self._files.close()
@@ -259,7 +271,10 @@ class _FabricSaving(_Saving):
         storage_options: Any = None,
         filter: Filters = None,  # noqa: A002 - Lightning's name
     ) -> None:
-        """Collective. Modules and optimizers sharded, everything else by rank 0's meta.pt."""
+        """Save modules and optimizers sharded, and everything else in rank 0's meta.pt.
+
+        Collective.
+        """
         _refuse(self, storage_options)
         if filter is not None and not self._is_full:
             raise NotImplementedError(
@@ -288,7 +303,7 @@ class _FabricSaving(_Saving):
         strict: Any = True,  # noqa: FBT002 - Lightning's signature
         weights_only: Any = None,
     ) -> dict[str, Any]:
-        """Fill ``state``; return what of meta.pt ``state`` does not name. Collective.
+        """Fill ``state``; return the content of meta.pt that ``state`` does not name. Collective.
 
         Raises:
             KeyError: The checkpoint lacks a key of ``state``, and ``strict`` is True.
@@ -314,12 +329,15 @@ class _FabricSaving(_Saving):
         return meta
 
     def teardown(self) -> None:
-        """Collective. As ``wait``, and the runs are released. Fabric never calls it: do at the end."""
+        """Wait as ``wait`` does, and release the runs. Collective.
+
+        Fabric never calls it: call it at the end.
+        """
         try:
             self._shelves.close()
             self._files.close()
         finally:
-            # Stock comes to its checkpoint_io last, and refuses to have one.
+            # The stock teardown asks for its checkpoint_io last, and raises because it has none.
             with contextlib.suppress(NotImplementedError):
                 super().teardown()  # type: ignore[misc]
 

@@ -1,15 +1,15 @@
 """Megatron-Core's dist_checkpointing (0.16.1): common.pt, shards and metadata.json are one commit.
 
     with DirectoryManager(uri, name=ITERATIONS, keep_latest=2, pointer=TRACKER) as manager:
-        with manager.reading() as opened:
-            state = dist_checkpointing.load(sharded(model), opened.path)     # None: nothing there yet
+        with manager.reading() as opened:          # None: nothing there yet
+            state = dist_checkpointing.load(sharded(model), opened.path)
         with manager.writing(iteration) as path:
             dist_checkpointing.save(sharded(model), path, TorchShards())
 
     run/iter_0000100/          common.pt  metadata.json  .metadata  __0_0.distcp ...
     run/latest_checkpointed_iteration.txt      "100", moved after the commit
 
-Megatron's own loader reads what lies there. On GPUs its default strategy can stay.
+Megatron's own loader reads these files. On GPUs its default strategy can be used too.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ TRACKER = Pointer(
 
 
 class TorchShards(SaveShardedStrategy):
-    """``sharded_strategy=`` of ``dist_checkpointing.save``: the format "torch_dist", written by DCP.
+    """``sharded_strategy=`` of ``dist_checkpointing.save``: "torch_dist", written by DCP.
 
-    The default strategy needs CUDA, forks writers, and leaves a rank that fails to itself while the
-    others wait at a barrier. This one runs anywhere, in the process, and raises on all ranks.
+    The default strategy needs CUDA and forks writers, and if one rank fails, the others wait at a
+    barrier. This one runs anywhere, in the process, and raises on all ranks.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class TorchShards(SaveShardedStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """ShardedObjects are written beside the tensors."""
+        """True: ShardedObjects are written with the tensors."""
         return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Collective. Write the shards below a directory that all ranks of a node see."""
-        # Private, and the one translation that keeps the keys as Megatron's loader expects them.
+        """Write the shards below a directory that all ranks of a node see. Collective."""
+        # Private to Megatron, but the only translation that keeps the keys that its loader expects.
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, keep_only_main_replica=True
         )
@@ -66,7 +66,7 @@ class TorchShards(SaveShardedStrategy):
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             )
         except CheckpointException as error:
-            # Torch's is no Exception: an `except Exception` around a save would let it pass.
+            # torch's class is no Exception: an `except Exception` around a save would not catch it.
             raise _collective(error) from error
 
 

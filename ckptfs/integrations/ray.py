@@ -1,4 +1,4 @@
-"""Ray Train (2.60, V2): checkpoints that are committed before Ray hears of them.
+"""Ray Train (2.60, V2): checkpoints that are committed before they are reported to Ray.
 
     def train(config):                                             # on every worker
         with RayCheckpoints(mode="async") as checkpoints:
@@ -9,15 +9,16 @@
 
     TorchTrainer(train, run_config=RunConfig(**storage("s3://bucket/runs"), name="run"))
 
-    RayCheckpoints     a state: tensors, sharded or not, and whatever has a state_dict
+    RayCheckpoints     a state: tensors, sharded or not, and anything that has a state_dict
     RayDirectories     a directory that a framework wrote
-    storage            where Ray writes: every file of it whole or not there at all
+    storage            where Ray writes: each of its files is whole or not there at all
 
     Ray          restarts workers, names the experiment, decides what stays (``CheckpointConfig``)
     ckptfs       writes from all workers into the experiment's directory, commits, deletes, restores
 
-A run is Ray's experiment directory. mode="sync" commits and then reports with NO_UPLOAD; "async" goes
-on training, and reports (ASYNC, by ``checkpoint_upload_fn``) what was committed in the background.
+A run is Ray's experiment directory. mode="sync" commits and then reports with NO_UPLOAD; with
+"async" training continues, and the report (ASYNC, by ``checkpoint_upload_fn``) follows the commit
+in the background.
 """
 
 from __future__ import annotations
@@ -57,21 +58,21 @@ logger = logging.getLogger("ckptfs.integrations")
 # What pyarrow calls its own filesystems, and their URIs.
 _SCHEMES = {"local": "file://", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}
 _KEEPS = ("keep_latest", "keep_every", "keep_best")
-_HEARD_S = 30.0  # how long the end of a job waits for Ray to have heard of its last checkpoint
+_HEARD_S = 30.0  # how long the end of a job waits until Ray lists its last checkpoint
 
 T = TypeVar("T")
 ManagerT = TypeVar("ManagerT", CheckpointManager, DirectoryManager)
 
 
 def storage(uri: Any, storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """``RunConfig(**storage("s3://bucket/runs"))``: Ray's own files are written by ckptfs too.
+    """``RunConfig(**storage("s3://bucket/runs"))``: ckptfs writes Ray's own files too.
 
-    As ``storage_path="fsspec+ckptfs+s3://bucket/runs"``, with options for the client. Checkpoints that Ray
-    deletes are left to the workers, which hold the run and delete by its log.
+    It is like ``storage_path="fsspec+ckptfs+s3://bucket/runs"``, with options for the client. Ray
+    does not delete checkpoints itself: the workers hold the run and delete them by its log.
 
     Args:
         uri: Ray's storage path.
-        storage_options: What fsspec's filesystem of that protocol takes; None: no options.
+        storage_options: Options for fsspec's filesystem of that protocol; None: no options.
 
     Returns:
         Arguments for ``RunConfig``.
@@ -82,7 +83,10 @@ def storage(uri: Any, storage_options: Mapping[str, Any] | None = None) -> dict[
 
 
 class _LogFirst(FSSpecHandler):
-    """Ray's deletes, by its controller: of a run that workers hold, only they remove checkpoints."""
+    """Deletes by Ray's controller.
+
+    In a run that workers hold, only the workers remove checkpoints.
+    """
 
     def delete_dir(self, path: str) -> None:
         if self.fs.exists(f"{path}/{MANIFEST}") and self._is_held(os.path.dirname(path)):
@@ -96,9 +100,9 @@ class _LogFirst(FSSpecHandler):
 
 
 def experiment_uri() -> tuple[str, dict[str, Any]]:
-    """Ray's experiment directory as a URI, and its storage options. On a worker of Ray Train.
+    """Return the URI and storage options of Ray's experiment directory, on a worker of Ray Train.
 
-    StateError: Ray writes to a filesystem whose URI is not known.
+    Raises StateError if Ray writes to a filesystem with an unknown URI.
     """
     place = ray.train.get_context().get_storage()
     files, path = place.storage_filesystem, place.experiment_fs_path
@@ -114,7 +118,7 @@ def experiment_uri() -> tuple[str, dict[str, Any]]:
 
 
 class _Reported(Generic[ManagerT]):
-    """What both kinds have in common: Ray hears of commits, and what Ray lets go is deleted."""
+    """Reports commits to Ray, and deletes what Ray no longer keeps: what both classes share."""
 
     def __init__(
         self,
@@ -142,7 +146,7 @@ class _Reported(Generic[ManagerT]):
         metrics: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        """Tell Ray, now or when it is committed."""
+        """Report to Ray, now or when the save is committed."""
         if isinstance(saved, SaveSkipped):
             ray.train.report(dict(metrics))
             return
@@ -161,15 +165,15 @@ class _Reported(Generic[ManagerT]):
             checkpoint,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
             checkpoint_upload_fn=committed,
-            # Ray takes what it is given for a scratch copy, and this is the checkpoint itself.
+            # Ray assumes that the directory is a scratch copy, but it is the checkpoint itself.
             delete_local_checkpoint_after_upload=False,
             **options,
         )
 
     def _report_unheard(self, name: str) -> None:
-        """Collective. A worker died between the commit and its report: Ray hears of it now.
+        """Report a checkpoint that was committed but not reported, because a worker died.
 
-        The same on all workers: the list is the controller's, and none has reported yet.
+        Collective. All workers agree: the list is the controller's, and no worker has reported yet.
         """
         if name not in _listed(None):
             logger.info("%s was committed but never reported: it is reported to Ray now", name)
@@ -180,11 +184,11 @@ class _Reported(Generic[ManagerT]):
             ray.train.report(metrics, _checkpoint(name), checkpoint_upload_mode=mode)
 
     def _is_here(self, uri: Uri) -> bool:
-        """Whether Ray can be told of it: what was restored from a copy lies outside of its experiment."""
+        """Whether it can be reported to Ray: a copy is outside of Ray's experiment."""
         return uri.parent == Uri.parse(self._uri)
 
     def _follow(self, timeout_s: float) -> None:
-        """Collective. Delete what Ray let go, entry first."""
+        """Delete the checkpoints that Ray no longer keeps, entry first. Collective."""
 
         def going() -> list[int]:
             steps = {self._template.step_of(name) for name in _listed(timeout_s)}
@@ -196,11 +200,14 @@ class _Reported(Generic[ManagerT]):
             except CollectiveError:
                 raise  # a rank's own failure, which may be a NotFoundError too
             except (NotFoundError, StateError) as error:
-                # Gone already, or pinned by its user: no reason to stop training. Alike on all ranks.
+                # Gone already, or pinned by the user: no reason to stop training. The same on all ranks.
                 logger.info("step %d is not deleted: %s", step, error)
 
     def close(self) -> None:
-        """Collective. Finish what is on its way, let go what Ray lets go, release the run."""
+        """Finish what is under way, delete what Ray no longer keeps, release the run.
+
+        Collective.
+        """
         try:
             self.manager.wait()
             self._follow(_HEARD_S)
@@ -225,15 +232,17 @@ class _Reported(Generic[ManagerT]):
 class RayCheckpoints(_Reported[CheckpointManager]):
     """Saves, reports and restores the state of one experiment. Every worker makes one.
 
-    ``manager`` is the CheckpointManager: ``should_save``, listeners, weights and what else it has.
+    ``manager`` is the CheckpointManager, for ``should_save``, listeners, weights and all else that
+    it offers.
 
     Args:
-        mode: "sync" commits before ``report`` returns; "async" returns from ``report`` when the state is
-            staged.
-        uri: How ckptfs reaches the experiment's directory; None: as Ray's filesystem says.
-        storage_options: What fsspec's filesystem of that protocol takes; None: as Ray's filesystem has them.
-        options: As for ``ckptfs.CheckpointManager``, but for those that say what stays: that is Ray's
-            ``CheckpointConfig``.
+        mode: "sync" commits before ``report`` returns; "async" returns from ``report`` when the
+            state is staged.
+        uri: How ckptfs reaches the experiment's directory; None: by Ray's filesystem.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of Ray's
+            filesystem.
+        options: As for ``ckptfs.CheckpointManager``, except those that decide what stays: that is
+            decided by Ray's ``CheckpointConfig``.
     """
 
     def __init__(
@@ -249,17 +258,18 @@ class RayCheckpoints(_Reported[CheckpointManager]):
     def report(self, metrics: Mapping[str, Any], state: Any, step: int, **options: Any) -> None:
         """Save ``state`` as the checkpoint of ``step``, then ``ray.train.report`` it. Collective.
 
-        Ray learns of it once it is committed: what ``get_checkpoint`` names is whole. In async mode errors
-        also end the training function as Ray does it, before the next save.
+        It is reported once it is committed, so what ``get_checkpoint`` names is whole. In async
+        mode an error also ends the training function, in Ray's way, before the next save.
 
         Args:
-            metrics: Ray's, and its numbers are written to ckptfs's log.
+            metrics: Ray's; its numbers are written to ckptfs's log.
             state: As for ``CheckpointManager.save``.
             step: Completed optimizer steps.
             options: For ``ray.train.report``, such as validation.
 
         Raises:
-            CkptfsError: As for ``CheckpointManager.save``, on all workers, and nothing is reported then.
+            CkptfsError: As for ``CheckpointManager.save``, on all workers; nothing is reported
+                then.
         """
         self._follow(0.0)
         self._report(self.manager.save(step, state, _numbers(metrics)), metrics, options)
@@ -267,9 +277,9 @@ class RayCheckpoints(_Reported[CheckpointManager]):
     def restore(self, state: Any, step: int | None = None, **options: Any) -> Restored | None:
         """Restore the newest committed checkpoint, in place. Collective, read-only.
 
-        One that was committed and not reported, because its worker died in between, is the newest all the
-        same, and is reported now. Where there is none by this manager's name, the one that Ray names is
-        loaded, if it is one of DCP.
+        A checkpoint that was committed but not reported, because its worker died in between, can be
+        the newest too, and is reported now. If there is none with a name of this manager, the one
+        that Ray names is loaded, if DCP wrote it.
 
         Args:
             state: As for ``CheckpointManager.restore``.
@@ -277,7 +287,7 @@ class RayCheckpoints(_Reported[CheckpointManager]):
             options: As for ``CheckpointManager.restore``.
 
         Returns:
-            What was restored; None where there is nothing.
+            What was restored; None if there is nothing.
 
         Raises:
             CkptfsError: As for ``CheckpointManager.restore``.
@@ -293,7 +303,7 @@ class RayCheckpoints(_Reported[CheckpointManager]):
         return restored
 
     def _has_steps(self) -> bool:
-        """Collective. Whether anything was committed here that this manager would find."""
+        """Whether anything was committed here that this manager would find. Collective."""
         return _from_rank_zero(lambda: bool(self.manager.steps))
 
 
@@ -322,10 +332,11 @@ class RayDirectories(_Reported[DirectoryManager]):
         consume: bool = True,
         **options: Any,
     ) -> None:
-        """Collective. Commit what all workers wrote below ``path``, then ``ray.train.report`` it.
+        """Commit what all workers wrote below ``path``, then ``ray.train.report`` it. Collective.
 
-        path: local, on every worker, also where a worker wrote nothing into it. consume: it is removed
-        after the commit; until then it has to stay as it is. Else as ``RayCheckpoints.report``.
+        ``path`` is local, and passed on every worker, also if that worker wrote nothing into it.
+        With ``consume`` it is removed after the commit; until then it must not change. Otherwise as
+        ``RayCheckpoints.report``.
         """
         self._follow(0.0)
         saved = self.manager.save(step, path, _numbers(metrics), consume=consume)
@@ -333,7 +344,7 @@ class RayDirectories(_Reported[DirectoryManager]):
 
     @contextlib.contextmanager
     def restore(self, step: int | None = None) -> Iterator[OpenedDirectory | None]:
-        """Collective. A local path with the newest committed directory; None where there is none."""
+        """A local path with the newest committed directory; None if there is none. Collective."""
         with self.manager.reading(step) as opened:
             if opened is not None and step is None and self._is_here(opened.uri):
                 self._report_unheard(opened.uri.name)
@@ -341,9 +352,10 @@ class RayDirectories(_Reported[DirectoryManager]):
 
 
 def let_go(committed: Sequence[int], listed: Collection[int | None]) -> list[int]:
-    """What Ray keeps no more: committed before the newest that it lists, and not listed.
+    """Return the steps that Ray no longer keeps: not listed, and committed before its newest.
 
-    committed: steps in commit order. What comes after that newest one, Ray has not heard of yet.
+    ``committed`` are steps in commit order. Steps after the newest that Ray lists are not reported
+    yet.
     """
     heard = [at for at, step in enumerate(committed) if step in listed]
     older = committed[: heard[-1]] if heard else ()
@@ -351,20 +363,29 @@ def let_go(committed: Sequence[int], listed: Collection[int | None]) -> list[int
 
 
 def _from_rank_zero(act: Callable[[], T]) -> T:
-    """Collective. What rank 0 fails of, others do not wait for."""
+    """Return the result of rank 0 on all ranks; its failure is raised on all of them.
+
+    Collective.
+    """
     rank = ray.train.get_context().get_world_rank()
     return from_rank_zero(rank, broadcast_from_rank_zero, act)
 
 
 def _listed(timeout_s: float | None) -> list[str]:
-    """Names of the checkpoints that Ray keeps now; within the timeout, after all reports so far."""
+    """Return the names of the checkpoints that Ray keeps now.
+
+    Within the timeout, waits until all reports so far are included.
+    """
     mode = CheckpointConsistencyMode.COMMITTED
     found = ray.train.get_all_reported_checkpoints(mode, timeout_s)
     return [os.path.basename(one.checkpoint.path) for one in found]
 
 
 def _checkpoint(name: str) -> Any:
-    """Ray's value for a checkpoint of its experiment: on its own filesystem, or it refuses it."""
+    """Return Ray's value for a checkpoint of its experiment.
+
+    It is on Ray's own filesystem: Ray refuses any other.
+    """
     place = ray.train.get_context().get_storage()
     path = f"{place.experiment_fs_path}/{name}"
     return ray.train.Checkpoint(path, filesystem=place.storage_filesystem)
@@ -375,7 +396,10 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _name_the_job() -> None:
-    """Workers that Ray starts again are the same job, and need not wait for the lease of the dead."""
+    """Mark workers that Ray starts again as the same job.
+
+    They need not wait for the lease of the dead worker then.
+    """
     context = ray.get_runtime_context()
     name = f"ray-{context.get_session_name()}-{context.get_job_id()}"
     os.environ.setdefault("CKPTFS_JOB_ID", name)

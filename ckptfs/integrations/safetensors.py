@@ -3,17 +3,18 @@
     save_safetensors(model.state_dict(), "s3://bucket/run/hf_100", files={"config.json": ...})
     load_safetensors(model.state_dict(), "s3://bucket/models/llama")
 
-    plan      one step: same keys everywhere, who holds what, tied weights, files and their owners
+    plan      one step: same keys everywhere, which ranks hold what, tied weights, files and their owners
     write     every rank:  gather a tensor (its holders together)  ->  its owner's queue
               its owner:   header, tensors, digests, one after another, straight into the storage
     commit    the manifest is the marker; index and ``files`` go with it
 
-The format knows whole tensors only, so shards have to meet somewhere: each tensor is gathered by
-torch, on the group that shards it, and dropped again by all but the owner of its file. While owners
-write, the next tensors are gathered. In memory on every rank: one whole tensor; on its owner two more,
-and what the storage's writer has under way. No file is ever built in memory (16 MiB on object stores).
+The format has whole tensors only, so shards have to be gathered somewhere: torch gathers each
+tensor on the group that shards it, and all ranks but the owner of its file drop it again. While
+owners write, the next tensors are gathered. Every rank holds one whole tensor in memory; the owner
+holds two more, and what the storage's writer has under way (16 MiB on object stores). No file is
+ever built in memory.
 
-Nothing of this needs the safetensors package or transformers.
+This needs neither the safetensors package nor transformers.
 """
 
 from __future__ import annotations
@@ -63,26 +64,29 @@ def save_safetensors(
 ) -> SaveResult:
     """Export tensors as a Hugging Face checkpoint; committed and durable on return. Collective.
 
-    Names are fixed, so a committed name is refused and stays as it is. Tied weights are written once, under
-    the first of their keys, and the header names the others, as ``safetensors.torch.save_model`` does. A
-    failure of one rank is the same error on all, and nothing is visible; what torch's own gather raises on
-    single ranks, the others learn from their group. After a crash there is the whole export, or none.
+    Names are fixed, so a committed name is refused and stays as it is. Tied weights are written
+    once, under the first of their keys, and the header names the others, as
+    ``safetensors.torch.save_model`` does. A failure of one rank is the same error on all, and
+    nothing is visible; if torch's own gather raises on single ranks, the others get the error
+    through their group. After a crash there is the whole export, or none.
 
     Args:
-        state_dict: A tensor or DTensor by key, flat, with the same keys on all ranks that share a tensor.
+        state_dict: A tensor or DTensor by key, flat, with the same keys on all ranks that share a
+            tensor.
         uri: Run and name, the same on all ranks.
-        max_shard_size: The size of a file, in bytes or as "5GB"; there are more files than it asks for where
-            that lets ranks write in parallel.
-        fqn_to_index_mapping: In its place the number of each key's file, from 1; None: by ``max_shard_size``.
+        max_shard_size: The size of a file, in bytes or as "5GB"; there are more files than it
+            requires if that lets ranks write in parallel.
+        fqn_to_index_mapping: In its place the number of each key's file, from 1; None: by
+            ``max_shard_size``.
         files: Further small files by name, such as config.json, from rank 0; None: none.
         metadata: Text for the header of every file, in addition to {"format": "pt"}; None: none.
         step: Completed optimizer steps; None takes the number that ends the name.
         run: A held run, which fences the save; None: exclusive by name only.
         process_group: The ranks that take part; None: the default group.
-        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
-            CKPTFS_TIMEOUT_S.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
-            some.
+        timeout_s: How many seconds a rank may be silent before the others stop waiting for it;
+            None: 600, or CKPTFS_TIMEOUT_S.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of ``uri``,
+            if it has any.
         scope: "auto", "shared" or "node", as for ``ckptfs.save``.
         domain: A name in place of ``scope``, as for ``ckptfs.save``; None: by ``scope``.
 
@@ -91,8 +95,8 @@ def save_safetensors(
 
     Raises:
         CommitConflictError: The name is committed already.
-        StateError: On every rank and before a byte is written: no tensor, a dtype that the format lacks,
-            plain tensors that differ between ranks, disks that not all nodes see.
+        StateError: On every rank and before a byte is written: no tensor, a dtype that the format
+            lacks, plain tensors that differ between ranks, disks that not all nodes see.
         CollectiveError: Some ranks failed; every rank raises this same error.
     """
     started = time.perf_counter()
@@ -143,25 +147,25 @@ def load_safetensors(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> LoadResult:
-    """Fill ``state_dict`` in place from a Hugging Face checkpoint, written by any tool. Collective, read-only.
+    """Fill ``state_dict`` in place from a Hugging Face checkpoint, written by any tool. Collective.
 
-    Every rank reads only the byte ranges of its own shards, in any sharding that its tensors have now: from
-    one model.safetensors, from several with an index, or from the shards of torch's HuggingFaceStorageWriter.
-    Headers are read once, by rank 0. A tied weight is found under any of its keys. After an error of reading,
-    tensors are undefined.
+    Read-only. Every rank reads only the byte ranges of its own shards, in any sharding that its
+    tensors have now: from one model.safetensors, from several with an index, or from the shards of
+    torch's HuggingFaceStorageWriter. Headers are read once, by rank 0. A tied weight is found under
+    any of its keys. After an error of reading, tensors are undefined.
 
     Args:
         state_dict: The tensors to fill, by key.
         uri: The checkpoint, the same on all ranks.
-        strict: Missing and unexpected keys, and dtypes that differ, are refused before a byte is read; False
-            skips them, names them in the result, or converts.
-        verify: "read" compares every block that is read with its digest, where ckptfs wrote the files; "off"
-            does not.
+        strict: Missing and unexpected keys, and dtypes that differ, are refused before a byte is
+            read; False skips them, names them in the result, or converts.
+        verify: "read" compares every block that is read with its digest, if ckptfs wrote the files;
+            "off" does not.
         process_group: The ranks that take part; None: the default group.
-        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
-            CKPTFS_TIMEOUT_S.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
-            some.
+        timeout_s: How many seconds a rank may be silent before the others stop waiting for it;
+            None: 600, or CKPTFS_TIMEOUT_S.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of ``uri``,
+            if it has any.
         scope: "auto", "shared" or "node", as for ``ckptfs.save``.
         domain: A name in place of ``scope``, as for ``ckptfs.save``; None: by ``scope``.
 
@@ -171,7 +175,7 @@ def load_safetensors(
     Raises:
         NotFoundError: There is nothing.
         IncompleteCheckpointError: Not all of it is there.
-        ManifestError: A header or index that cannot be.
+        ManifestError: A header or index is impossible.
         IntegrityError: A file is cut short, or changed.
         StateError: Keys or dtypes do not fit, and ``strict`` is True.
         CollectiveError: Some ranks failed; every rank raises this same error.
@@ -218,7 +222,7 @@ def _writing(
     timeout_s: float | None,
     place: Place,
 ) -> Iterator[tuple[Seat, Uri]]:
-    """The seat of a held run, or one for this call."""
+    """Yield the seat of a held run, or one for this call."""
     if run is not None:
         target = agree_uri(run.seat.control, uri)
         run.check(target)

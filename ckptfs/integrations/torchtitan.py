@@ -5,13 +5,14 @@
 
     CheckpointManager.Config(enable=True, folder="s3://bucket/run", interval=500)     the same in code
 
-    save      torchtitan's own `_save` decides when and what; dcp_save hands it to ckptfs' manager
+    save      torchtitan's own `_save` decides when and what; dcp_save passes it to ckptfs' manager
     retain    after the commit, in commit order, by exact names     (stock: before it, by substrings)
     load      the step is decided once, for all ranks               (stock: by each rank for itself)
-    close     waits for what is on its way                          (stock: does not)
+    close     waits for what is under way                           (stock: does not)
 
-Checkpoints lie in ``step-N`` and stock torchtitan reads them, as this one reads stock's. Written for
-torchtitan 0.3.0. What the next release calls CheckpointStorage is here too, over any URI.
+Checkpoints are in ``step-N``. Stock torchtitan reads them, and this manager reads those of stock.
+Written for torchtitan 0.3.0. The class that the next release calls CheckpointStorage is here too,
+for any URI.
 """
 
 from __future__ import annotations
@@ -47,22 +48,23 @@ _NAMES = Template("step-{N}")
 class CheckpointManager(StockManager):
     """torchtitan's CheckpointManager over ``ckptfs.CheckpointManager``.
 
-    Made and called as torchtitan's trainer does: save, load and close on every rank. Of its configuration,
-    folder is a path or any URI of ckptfs, with or without ``ckptfs+``.
+    It is made and called as torchtitan's trainer does it: save, load and close on every rank. The
+    folder in its configuration is a path or any URI of ckptfs, with or without ``ckptfs+``.
 
-    Errors are typed and the same on all ranks: RunBusyError at the first save while another owner lives,
-    CollectiveError for what a rank failed at; of an asynchronous save at the next save or at close, and the
-    save before stays. After a crash exactly the committed checkpoints are there.
+    Errors are typed and the same on all ranks: RunBusyError at the first save while another owner
+    lives, CollectiveError for a failure of a rank. Errors of an asynchronous save are raised at the
+    next save or at close, and the save before stays. After a crash exactly the committed
+    checkpoints are there.
 
     Args:
         config: torchtitan's configuration.
         parts: What torchtitan's trainer passes: model_parts, optimizers, ..., base_folder.
 
     Attributes:
-        async_mode: torchtitan's word; both asynchronous modes are one here, staged into pinned host memory
-            and written by a thread.
-        keep_latest_k: So many committed checkpoints stay; 0 keeps all.
-        storage_options: What fsspec's filesystem of that protocol takes.
+        async_mode: torchtitan's word; both asynchronous modes are one here, staged into pinned host
+            memory and written by a thread.
+        keep_latest_k: How many committed checkpoints stay; 0 keeps all.
+        storage_options: Options for fsspec's filesystem of that protocol.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -77,8 +79,11 @@ class CheckpointManager(StockManager):
         ranks count different numbers of tokens. Stock torchtitan does not find such keys."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
-        """parts: what torchtitan's trainer passes: model_parts, optimizers, ..., base_folder."""
-        # Neither the group that torchtitan makes to save asynchronously nor its purging thread.
+        """Make the manager.
+
+        ``parts`` are those of torchtitan's trainer: model_parts, ..., base_folder.
+        """
+        # Without the group that torchtitan makes to save asynchronously, and without its purging thread.
         given: Any = config
         super().__init__(
             dataclasses.replace(given, async_mode="disabled", keep_latest_k=0), **parts
@@ -113,7 +118,8 @@ class CheckpointManager(StockManager):
         Args:
             state_dict: What torchtitan saves, by key.
             checkpoint_id: Where, ``.../step-N``.
-            async_mode: torchtitan's; where it is not disabled, the save is committed in the background.
+            async_mode: torchtitan's; if it is not disabled, the save is committed in the
+                background.
             enable_garbage_collection: torchtitan's: collect garbage afterwards.
             to_hf: torchtitan writes safetensors into a directory that is committed as a whole.
 
@@ -143,12 +149,12 @@ class CheckpointManager(StockManager):
         return saved.committed
 
     def _wait_for_saving(self) -> None:
-        # Whatever became of it: it is told once, on all ranks, and the next save may follow.
+        # A failure is raised here once, on all ranks; after that the next save may follow.
         self.save_future = None
         self._run.wait()
 
     def _purge_stale_checkpoints(self, *_: Any, **__: Any) -> None:
-        """Nothing: the manager deletes after the commit, what it wrote and nothing else."""
+        """Do nothing: the manager deletes after the commit, and only what it wrote."""
 
     # -- loading ---------------------------------------------------------------------------
 
@@ -160,24 +166,27 @@ class CheckpointManager(StockManager):
         return True
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Collective. The step to go on from, the same on all ranks; -1 where nothing was saved."""
+        """Return the step to resume from, the same on all ranks; -1 if nothing was saved.
+
+        Collective.
+        """
         if folder not in ("", self.folder):
             raise StateError(f"this manager's folder is {self.folder}, not {folder}")
         return self._decide(None)
 
     def _decide(self, step: int | None) -> int:
-        # On the coordinator alone: ranks that look for themselves may see different things.
+        # On the coordinator only: ranks that look for themselves may see different things.
         stock: list[int] = _agree("look for checkpoints", None, lambda _: self._stock_steps())
         if stock and step is None:
             return max(stock)
         if step is not None and step in stock:
             return step
-        # Nothing is loaded yet: which save it is, whether it is whole, and that it is needed.
+        # Loads nothing yet: finds the save, checks that it is whole, and marks it as needed.
         restored = self._run.restore({}, step, strict=False)
         return -1 if restored is None else restored.step or 0
 
     def _stock_steps(self) -> list[int]:
-        """Steps that torchtitan's own manager saved, in a folder where this one never saved."""
+        """Return the steps of torchtitan's own manager, in a folder where this one never saved."""
         found = ckptfs.list_checkpoints(self.folder, storage_options=self.storage_options)
         if any(one.save_id is not None for one in found):
             return []
@@ -208,14 +217,14 @@ class CheckpointManager(StockManager):
         from_hf: bool,  # noqa: FBT001 - torchtitan's signature
         from_quantized: bool,  # noqa: FBT001
     ) -> None:
-        """Collective. Load into the live state; every key of it must be in the checkpoint."""
+        """Load into the live state; every key of it must be in the checkpoint. Collective."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         options = self.storage_options
         loaded = ckptfs.load(state_dict, checkpoint_id, strict=False, storage_options=options)
-        # strict=False for what is saved and not asked for; what is asked for must be there. Ranks ask
-        # for different keys (pipeline stages), so one of them may be the only one to miss some.
+        # strict=False because the checkpoint may have more keys than are requested; the requested ones
+        # must be there. Ranks request different keys (pipeline stages), so one rank alone may miss some.
         _agree("compare keys", loaded.missing_keys, lambda told: _need_all(told, checkpoint_id))
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
@@ -223,13 +232,13 @@ class CheckpointManager(StockManager):
     # -- the end ---------------------------------------------------------------------------
 
     def _close(self) -> None:
-        # torchtitan closes in its `except` too, where other ranks may not come: then nothing is
-        # asked of them. Else a save that is on its way is finished, and its failure is raised.
+        # torchtitan closes in its `except` too, which other ranks may not reach: then this does not wait
+        # for them. Otherwise a save under way is finished, and its failure is raised.
         if (run := getattr(self, "_run", None)) is not None:
             run.__exit__(*sys.exc_info())
 
     def __del__(self) -> None:
-        """Nothing: a garbage collector runs on one rank, and closing is every rank's."""
+        """Do nothing: a garbage collector runs on one rank, but every rank has to close."""
 
 
 @override(target=StockManager.Config, exact=True, description="checkpoints through ckptfs")
@@ -242,7 +251,7 @@ def checkpoint_manager(
 
     Args:
         config: torchtitan's configuration of its own manager.
-        storage_options: What fsspec's filesystem of that protocol takes; None: no options.
+        storage_options: Options for fsspec's filesystem of that protocol; None: no options.
         per_rank: fnmatch patterns of keys that every rank keeps for itself; None: none.
 
     Returns:
@@ -254,9 +263,10 @@ def checkpoint_manager(
 
 
 class CheckpointStorage:
-    """torchtitan's CheckpointStorage (its next release): what its managers ask of paths, by any URI.
+    """torchtitan's CheckpointStorage (its next release): what its managers do with paths, by URI.
 
-    A checkpoint that is removed is deleted as ckptfs deletes: entered in the run's log, then its bytes.
+    A checkpoint that is removed is deleted in ckptfs's way: first an entry in the run's log, then
+    its bytes.
 
     Args:
         storage_options: As in fsspec; None: no options.
@@ -266,12 +276,12 @@ class CheckpointStorage:
         self._options = dict(storage_options or {})
 
     def isdir(self, path: str) -> bool:
-        """Whether there is a directory ``path``: on object stores, whether anything is below it."""
+        """Whether ``path`` is a directory: on object stores, whether anything is below it."""
         files, key = self._at(path)
         return bool(files.isdir(key))
 
     def isfile(self, path: str) -> bool:
-        """Whether ``path`` is something that is no directory."""
+        """Whether ``path`` exists and is not a directory."""
         files, key = self._at(path)
         return bool(files.isfile(key))
 
@@ -286,12 +296,12 @@ class CheckpointStorage:
         return sorted(posixpath.basename(one) for one in entries if one != key.rstrip("/"))
 
     def remove(self, path: str) -> None:
-        """Delete a directory ``path`` and what is in it; absent is success."""
+        """Delete a directory ``path`` and what is in it; if it is absent, that is success."""
         files, key = self._at(path)
         try:
             files.rm(key, recursive=True)
         except FileNotFoundError:
-            return  # somebody was faster
+            return  # another process was faster
 
     def _at(self, path: str) -> tuple[Any, str]:
         files, key = url_to_fs(f"ckptfs+{Uri.parse(path).full}", **self._options)

@@ -4,16 +4,18 @@
     trainer = Trainer(model, args, callbacks=[saves], ...)
     trainer.train(resume_from_checkpoint=saves.resume(args))    the newest committed one, or None
 
-    save     the Trainer writes output_dir/checkpoint-N as ever, every node what it writes; then all
-             ranks publish it together, and the local directory goes
+    save     the Trainer writes output_dir/checkpoint-N as always, every node its own files; then all
+             ranks publish it together, and the local directory is removed
     resume   a local path, the same checkpoint on all ranks, on a machine with an empty output_dir too
-    end      what is on its way is waited for, and what failed is raised
+    end      waits for what is under way, and raises what failed
 
 Single calls of ``save_pretrained`` and ``from_pretrained`` need no callback, but a path:
-``with ckptfs.checkpoint_dir(uri) as path: model.save_pretrained(path)``.
 
-What to keep and how to commit is ``DirectoryManager``'s business, what lies in output_dir is
-``LocalRoot``'s.
+    with ckptfs.checkpoint_dir(uri) as path:
+        model.save_pretrained(path)
+
+``DirectoryManager`` decides what to keep and how to commit, ``LocalRoot`` decides what is in
+output_dir.
 """
 
 from __future__ import annotations
@@ -45,25 +47,25 @@ logger = logging.getLogger("ckptfs.integrations")
 class CkptfsCallback(TrainerCallback):
     """Saves, retains and resumes a Trainer's checkpoints at ``uri``. Every rank makes one.
 
-    When to save is the Trainer's decision: save_strategy, save_steps. ``keep_best`` uses what the Trainer
-    logs at the step of the save: ``Best("eval_loss")``; with load_best_model_at_end it is the Trainer's own
-    criterion by default. save_total_limit must be None, save_on_each_node False, and output_dir a local path,
-    else that is a StateError. Errors are the same on all ranks. Asynchronous: what a save failed at is raised
-    by the next one, or at the end of training. After a crash at any time exactly the committed checkpoints
-    are there.
+    The Trainer decides when to save: save_strategy, save_steps. ``keep_best`` uses what the Trainer
+    logs at the step of the save: ``Best("eval_loss")``; with load_best_model_at_end it is the
+    Trainer's own criterion by default. save_total_limit must be None, save_on_each_node False, and
+    output_dir a local path; otherwise it is a StateError. Errors are the same on all ranks. The
+    error of an asynchronous save is raised by the next one, or at the end of training. After a
+    crash at any time exactly the committed checkpoints are there.
 
-    Leave it with ``with`` where an exception of the training shall not cut off a save under way.
+    Use it in a ``with`` block if an exception of the training must not cut off a save under way.
 
     Args:
         uri: The run, the same on all ranks.
-        mode: "sync" commits before the training continues; "async" publishes in the background: local disks
-            then hold max_in_flight + 1 checkpoints.
+        mode: "sync" commits before the training continues; "async" publishes in the background:
+            local disks then hold max_in_flight + 1 checkpoints.
         final_save: Save once more at the end of a training if its last step was not saved.
-        options: As for ``ckptfs.DirectoryManager``: keep_latest, keep_every, keep_best, max_in_flight,
-            if_slow, preempt_signals, every_s, storage_options and all others.
+        options: As for ``ckptfs.DirectoryManager``: keep_latest, keep_every, keep_best,
+            max_in_flight, if_slow, preempt_signals, every_s, storage_options and all others.
 
     Attributes:
-        step: The one that was saved last, or resumed from; None before.
+        step: The step that was saved last, or resumed from; None before.
     """
 
     def __init__(
@@ -86,19 +88,20 @@ class CkptfsCallback(TrainerCallback):
     # -- resuming ---------------------------------------------------------------------------
 
     def resume(self, args: TrainingArguments) -> str | None:
-        """A path for ``trainer.train(resume_from_checkpoint=...)``: the newest committed checkpoint. Collective,
-        read-only.
+        """Path of the newest checkpoint, for ``trainer.train(resume_from_checkpoint=...)``.
 
-        output_dir is not read. The path is good until training has read it.
+        Collective, read-only. It is the newest committed one. output_dir is not read. The path is
+        valid until training has read it.
 
         Args:
             args: The Trainer's arguments.
 
         Returns:
-            The path; None only where nothing was ever saved.
+            The path; None only if nothing was ever saved.
 
         Raises:
-            IncompleteCheckpointError: The newest is not whole; an older one is not used in its place.
+            IncompleteCheckpointError: The newest is not whole; an older one is not used in its
+                place.
             IntegrityError: The newest is damaged; an older one is not used in its place.
         """
         manager = self._open(args)
@@ -113,7 +116,7 @@ class CkptfsCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Refuse what would not work while nothing has been computed yet."""
+        """Refuse arguments that would not work, before anything is computed."""
         self._check(args)
 
     def on_train_begin(
@@ -154,8 +157,8 @@ class CkptfsCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Where signals or seconds say so: save; and before a save: old files are not in its way."""
-        # Not before a whole step: auto_find_batch_size begins again with what it resumed from.
+        """Ask for a save if signals or seconds require one; before a save, clear its directory."""
+        # Only after a whole step: auto_find_batch_size starts again from what it resumed from.
         self._reading.close()
         if any(self._options.get(key) for key in ("preempt_signals", "every_s", "every_steps")):
             manager = self._open(args)
@@ -166,15 +169,17 @@ class CkptfsCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """The end of training comes by here, whatever ended it."""
+        """Ask for the final save: every training passes here at its end, whatever ended it."""
         control.should_save |= self._final_save and control.should_training_stop
         self._expect(args, state, control)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Collective. The Trainer calls this on each rank as that one has written; the manager looks at the
-        directory when all have.
+        """Save the directory that the Trainer wrote. Collective.
+
+        The Trainer calls this on each rank when that rank has written; the manager looks at the
+        directory when all ranks have.
         """
         step, root = state.global_step, LocalRoot(args.output_dir)
         if step == self.step:
@@ -195,7 +200,7 @@ class CkptfsCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Collective. Finish what is on its way, release the run, raise what failed."""
+        """Finish what is under way, release the run, raise what failed. Collective."""
         lead = is_lead(self._ranks)
         self.close()
         if lead:
@@ -204,8 +209,10 @@ class CkptfsCallback(TrainerCallback):
     # -- the best model ---------------------------------------------------------------------
 
     def _fetch_best(self, manager: DirectoryManager, root: LocalRoot, state: TrainerState) -> None:
-        """Collective. At its end the Trainer loads the best model from output_dir, and where that is
-        another machine's it leaves it out without an error.
+        """Fetch the best model so far to output_dir. Collective.
+
+        At its end the Trainer loads the best model from output_dir. If that is another machine's,
+        it skips the model without an error.
         """
         name = _name(state.best_global_step)
 
@@ -231,10 +238,10 @@ class CkptfsCallback(TrainerCallback):
     def _expect(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
-        # A finished training that is resumed makes one step more.
+        # A finished training that is resumed makes one more step.
         is_extra = 0 < state.max_steps < state.global_step
         if state.global_step == self.step or is_extra:
-            control.should_save = False  # it is committed, or on its way: nobody writes there now
+            control.should_save = False  # committed or under way: do not write there now
             return
         may_save = args.save_strategy == SaveStrategy.BEST and control.should_evaluate
         if control.should_save or may_save:
@@ -243,7 +250,7 @@ class CkptfsCallback(TrainerCallback):
 
     def _open(self, args: TrainingArguments) -> DirectoryManager:
         self._check(args)
-        _ = args.device  # makes the process group, where nothing has yet
+        _ = args.device  # makes the process group, if there is none yet
         if self._manager is None:
             options = dict(self._options)
             metric = args.metric_for_best_model
@@ -281,7 +288,7 @@ class CkptfsCallback(TrainerCallback):
 
     @property
     def _ranks(self) -> Control:
-        """Collective at its first use."""
+        """The control. Collective at its first use."""
         if self._control is None:
             self._control = open_control(
                 process_group=self._options.get("process_group"),
@@ -290,7 +297,10 @@ class CkptfsCallback(TrainerCallback):
         return self._control
 
     def close(self) -> None:
-        """Collective. Finish what is on its way and release the run; training again claims it again."""
+        """Finish what is under way and release the run; another training claims it again.
+
+        Collective.
+        """
         self._leave(lambda manager: manager.close())
 
     def __enter__(self) -> Self:
@@ -302,7 +312,7 @@ class CkptfsCallback(TrainerCallback):
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """As ``close``; after an exception of the block nothing is asked of other ranks."""
+        """Close as ``close`` does; after an exception in the block, wait for no other rank."""
         self._leave(lambda manager: manager.__exit__(exc_type, exc, tb))
 
     def _leave(self, close: Callable[[DirectoryManager], None]) -> None:
@@ -322,12 +332,12 @@ def _name(step: int | None) -> str:
 
 
 def _best(args: TrainingArguments, state: TrainerState) -> tuple[str, ...]:
-    """The directory that the Trainer itself will read at its end."""
+    """Return the directory that the Trainer itself will read at its end."""
     return (_name(state.best_global_step),) if args.load_best_model_at_end else ()
 
 
 def _metrics(state: TrainerState) -> dict[str, float]:
-    """What was logged at this step: the loss, an evaluation."""
+    """Return what was logged at this step: the loss, an evaluation."""
     found: dict[str, float] = {}
     for entry in state.log_history:
         if entry.get("step") == state.global_step:

@@ -1,4 +1,4 @@
-"""``upath.UPath("ckptfs+s3://bucket/run")``: found by an entry point, imported by upath alone."""
+"""``upath.UPath("ckptfs+s3://bucket/run")``: found by an entry point; only upath imports it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ __all__ = ["CheckpointPath"]
 
 
 class CheckpointPath(UPath):
-    """A path at ``ckptfs+s3://`` and its like: upath by itself takes the ``+`` for a scheme's end."""
+    """A path at ``ckptfs+s3://`` and similar.
+
+    upath by itself takes the ``+`` for the end of the scheme.
+    """
 
     __slots__ = ()
 

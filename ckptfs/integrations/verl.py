@@ -2,14 +2,15 @@
 
     every rank    CkptfsFSDPCheckpointManager   in place of verl's: the same files, sealed as a part
     the driver    CkptfsTrainer                 class Trainer(CkptfsTrainer, RayPPOTrainer): ...
-                  CkptfsDriver                  the same for a driver of one's own
+                  CkptfsDriver                  the same for a driver of your own
 
     run/latest_checkpointed_iteration.txt       written whole, after the commit
     run/global_step_20/data.pt                  the driver's, in the same commit
     run/global_step_20/actor/model_world_size_2_rank_0.pt ...        what verl writes and reads
 
-``plug()`` puts the manager into verl's FSDP engines of a process. verl imports this module itself, in
-every process, with VERL_USE_EXTERNAL_MODULES=ckptfs.integrations.verl; then it is plugged.
+``plug()`` puts the manager into verl's FSDP engines of a process. With
+VERL_USE_EXTERNAL_MODULES=ckptfs.integrations.verl, verl imports this module in every process, and
+the import calls ``plug()``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ GROUPS = {"actor": "actor_rollout_wg", "critic": "critic_wg"}
 
 
 def plug() -> None:
-    """Local. verl's FSDP engines of this process save and load through ckptfs from now on."""
+    """Make verl's FSDP engines of this process save and load through ckptfs. Local."""
     import verl.workers.engine.fsdp.transformer_impl as engine
 
     engine.FSDPCheckpointManager = CkptfsFSDPCheckpointManager
@@ -64,7 +65,7 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
         remote_dir: The run, for groups without a ticket from their driver; None: ``remote_dir`` of
             checkpoint_config, else the variable CKPTFS_URI.
         mode: "sync" commits before the call returns; "async" returns when this rank's files are in
-            ``scratch``, and uploads them in the background. None: as checkpoint_config.async_save says.
+            ``scratch``, and uploads them in the background. None: by checkpoint_config.async_save.
         scratch: Where files are kept until they are uploaded; None: the temporary directory.
         storage_options: For ``remote_dir``, and for loads; None: no options.
         kwargs: verl's own.
@@ -87,7 +88,7 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
         self._saver = PartSaver(is_async=is_async, scratch=scratch)
         self._options = dict(storage_options or {})
         self._own: DirectoryManager | None = None
-        self._loaded: int | None = None  # the step of the run that this group goes on from
+        self._loaded: int | None = None  # the step of the run that this group resumed from
 
     def save_checkpoint(
         self,
@@ -96,12 +97,16 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> SealedPart | None:
-        """Save what verl saves. The error of the save before is raised first, on all ranks.
+        """Save what verl saves.
+
+        If the save before failed, this first raises its error, on all ranks.
 
         Args:
-            local_path: ``.../global_step_N/actor``; only its end counts. None saves nothing: it waits.
-            hdfs_path: The driver's ``part("actor")``; it is sealed when this returns (in async mode later),
-                and the driver commits it. None: this group is alone in its step: it commits.
+            local_path: ``.../global_step_N/actor``; only its end counts. None saves nothing: it
+                waits.
+            hdfs_path: The driver's ``part("actor")``; it is sealed when this returns (in async mode
+                later), and the driver commits it. None: this group is alone in its step: it
+                commits.
             global_step: The step.
             max_ckpt_to_keep: How many steps a group that is alone keeps; None: all.
 
@@ -114,7 +119,7 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
             return None
 
         def write(path: str) -> None:
-            # Nothing is deleted by it: what stays is decided after the commit.
+            # verl's save deletes nothing here: what stays is decided after the commit.
             FSDPCheckpointManager.save_checkpoint(self, path, global_step=global_step)
             self.previous_saved_paths: list[str] = []
 
@@ -137,13 +142,13 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
         """Load what verl loads, on as many ranks as saved it; nothing is deleted.
 
         Args:
-            local_path: Names the step below ``remote_dir``; where that has no such step, what stock verl
-                wrote at this path is loaded. None loads nothing.
+            local_path: Names the step below ``remote_dir``; if that has no such step, what stock
+                verl wrote at this path is loaded. None loads nothing.
             hdfs_path: Where the driver says that it is; None: see ``local_path``.
             del_local_after_load: verl's word; nothing is deleted.
 
         Raises:
-            NotFoundError: It is nowhere.
+            NotFoundError: There is no such step.
             IncompleteCheckpointError: It is not whole.
             StateError: Another number of ranks saved it.
         """
@@ -167,16 +172,16 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
                 self._own.resumed_at(self._loaded)
 
     def wait(self) -> None:
-        """Collective. Wait for what is on its way, and raise what it failed of on all ranks."""
+        """Wait for the save under way, and raise its error on all ranks. Collective."""
         self._saver.wait()
 
     def close(self) -> None:
-        """Collective. As ``wait``; then leave the run, if this group held it."""
+        """Wait as ``wait`` does; then leave the run, if this group held it. Collective."""
         with self._own or contextlib.nullcontext():
             self._saver.close()
 
     def _begin(self, local_path: str, step: int, keep: int | None) -> Ticket:
-        """This group as its own driver."""
+        """Begin a step with this group as its own driver."""
         found = STEP.search(local_path)
         if self._remote is None:
             raise StateError(
@@ -204,7 +209,10 @@ def _is_of(path: str, ranks: Sequence[int]) -> bool:
 
 
 def _check_world(path: str, size: int) -> None:
-    """StateError where other ranks saved: verl has a file for each, and cannot reshard them."""
+    """Raise StateError if another number of ranks saved.
+
+    verl has a file for each rank, and cannot reshard them.
+    """
     saved = {int(m[1]) for name in os.listdir(path) if (m := RANK.search(name))}
     if saved and size not in saved:
         raise StateError(
@@ -219,8 +227,8 @@ class CkptfsDriver(StepDriver):
 
     Args:
         remote_dir: The run.
-        local_dir: verl's default_local_dir, where ``resume`` puts what the driver reads; None: a temporary
-            one.
+        local_dir: verl's default_local_dir, where ``resume`` puts what the driver reads; None: a
+            temporary one.
         options: Of ``StepDriver``, such as keep_latest.
 
     Attributes:
@@ -242,14 +250,14 @@ class CkptfsDriver(StepDriver):
     def resume(self, step: int | None = None) -> str | None:
         """The newest committed step as a folder of ``local_dir``, for verl's own resume.
 
-        The folder has the driver's files, and the tracker is next to it. Which step is the newest the run's
-        log says, in spite of what a tracker says.
+        The folder has the driver's files, and the tracker is next to it. The run's log decides
+        which step is the newest, whatever a tracker says.
 
         Args:
             step: Exactly this one; None: the newest.
 
         Returns:
-            The folder; None where nothing was ever saved.
+            The folder; None if nothing was ever saved.
         """
         found = self.fetch(self._folder, step)
         if found is None:
@@ -261,7 +269,7 @@ class CkptfsDriver(StepDriver):
     def remote(self, step: int, group: str) -> str:
         """Return what a group passes as ``hdfs_path`` to load its part of a step.
 
-        That of a copy where ``resume`` took the step from one.
+        If ``resume`` took the step from a copy, it is in that copy.
 
         Args:
             step: The step.
@@ -277,21 +285,21 @@ class CkptfsDriver(StepDriver):
 class CkptfsTrainer:
     """Mixed in before a trainer of verl's: ``class Trainer(CkptfsTrainer, RayPPOTrainer)``.
 
-    verl's ``_save_checkpoint`` and ``_load_checkpoint`` run as they are. While they do, worker groups get a
-    part of the driver's ticket, and default_local_dir is a place that the commit takes the driver's files
-    from: data.pt, and all else that a version of verl puts there.
+    verl's ``_save_checkpoint`` and ``_load_checkpoint`` run unchanged. While they do, worker groups
+    get a part of the driver's ticket, and default_local_dir is a place from which the commit takes
+    the driver's files: data.pt, and everything else that a version of verl puts there.
 
     Attributes:
-        ckptfs_driver: The driver, made of the options in the class attribute ``ckptfs``: those of
+        ckptfs_driver: The driver, made with the options in the class attribute ``ckptfs``: those of
             ``CkptfsDriver``. By default remote_dir is the variable CKPTFS_URI, keep_latest is
-            max_actor_ckpt_to_keep, mode what async_save says.
+            max_actor_ckpt_to_keep, and mode follows async_save.
     """
 
     ckptfs: ClassVar[Mapping[str, Any]] = {}
     ckptfs_driver: CkptfsDriver | None = None
 
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train, then check that everything is committed; raises what is not.
+        """Train, then check that everything is committed; raises the error of what is not.
 
         Args:
             args: verl's own.
@@ -314,7 +322,7 @@ class CkptfsTrainer:
                 GROUPS[name]: _Group(groups[name], step.part(name)) for name in groups
             }
             if hasattr(self, "checkpoint_callback"):
-                # Its calls come after the commit.
+                # The callback is called after the commit.
                 later = SimpleNamespace(on_save=lambda **call: calls.append(call))
                 told["checkpoint_callback"] = later
             place = {"default_local_dir": os.path.dirname(step.path)}
@@ -341,7 +349,7 @@ class CkptfsTrainer:
             return super()._load_checkpoint()  # type: ignore[misc]
 
     def _flush(self: Any) -> None:
-        """Every group finishes what it uploads; what failed there is raised here."""
+        """Let every group finish its uploads, and raise their errors."""
         try:
             for group in self._groups().values():
                 group.save_checkpoint(None)
@@ -373,7 +381,10 @@ class CkptfsTrainer:
 
 
 class _Group:
-    """A worker group whose ranks are told where to. The driver keeps whole steps, no group does."""
+    """A worker group that receives the place to save to or load from.
+
+    The driver retains whole steps; the group removes none.
+    """
 
     def __init__(self, group: Any, where: Any) -> None:
         self._group, self._where = group, where

@@ -1,1 +1,1 @@
-"""What several frameworks' adapters stand on: checkpoints whose names a framework decides, files, local roots."""
+"""What several frameworks' adapters share: checkpoints under given names, files, local roots."""

@@ -1,11 +1,11 @@
 """A directory on a node's own disk that shows what a run at a URI holds: its newest checkpoint.
 
     root/global_step100/     the newest checkpoint, and those that are being written or sent
-    root/latest              its name, replaced whole: a crash leaves the old or the new one
-    root/.ckptfs/            one empty file for each directory that was made here: only these are removed
+    root/latest              its name, replaced as a whole: a crash leaves the old or the new one
+    root/.ckptfs/            an empty file for each directory that was made here; no other is removed
 
-For frameworks that write and read directories below a path of their user's. What changes something is
-called by one process per node (``on_nodes``); nodes may share the disk.
+It is for frameworks that write and read directories below a path that their user chose. One process
+per node makes the calls that change something (``on_nodes``); nodes may share the disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _FETCHED = "fetched"
 
 
 class LocalRoot:
-    """Seen from one process. path: the root. pointer: the name of the file that names the newest."""
+    """The root, seen from one process.
+
+    ``pointer`` is the name of the file that names the newest.
+    """
 
     def __init__(self, path: str | os.PathLike[str], pointer: str = "latest") -> None:
         self.path = os.path.abspath(path)
@@ -39,19 +42,19 @@ class LocalRoot:
         self._fetched = os.path.join(self._marks, _FETCHED)
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a path is this root, by whatever way."""
+        """Whether ``path`` is this root, also by another spelling or a link."""
         return os.path.realpath(path) == os.path.realpath(self.path)
 
     def folder(self, name: str) -> str:
-        """The directory of a checkpoint."""
+        """Return the directory of a checkpoint."""
         return os.path.join(self.path, name)
 
     def holds(self, name: str, path: str) -> bool:
-        """Whether a path is that directory or lies in it."""
+        """Whether ``path`` is that directory or something in it."""
         return Path(os.path.abspath(path)).is_relative_to(self.folder(name))
 
     def on_nodes(self, control: Control, label: str, act: Callable[[], None]) -> None:
-        """Collective. Once per node; errors reach all ranks."""
+        """Run ``act`` once per node; errors reach all ranks. Collective."""
         control.step(label, lambda: act() if is_lead(control) else None)
 
     def bring(
@@ -61,10 +64,11 @@ class LocalRoot:
         *,
         newest: bool,
     ) -> str | None:
-        """Collective. What ``fetch`` brings gets its name here, on every node; returns that.
+        """Fetch a checkpoint and give it its name here, on every node; return that name.
 
-        fetch: opens, on the stack, a checkpoint that is downloaded into the directory it is given, and
-        says its name; None: there is nothing. newest: the pointer names it, and the others go.
+        Collective. ``fetch`` opens, on the stack, a checkpoint that is downloaded into the given
+        directory, and returns its name; None if there is none. With ``newest``, the pointer then
+        names it, and the others are removed.
         """
         self.on_nodes(control, "clear", lambda: remove_tree(self._fetched))
         with contextlib.ExitStack() as stack:
@@ -78,8 +82,9 @@ class LocalRoot:
         return name
 
     def make_room(self, name: str) -> None:
-        """Old files are not in the way of a new checkpoint, and not part of it: what a killed save left is
-        removed, and what was not made here is moved aside.
+        """Make sure that old files do not get in the way of a new checkpoint, or become part of it.
+
+        What a killed save left is removed; what was not made here is moved aside.
         """
         folder = self.folder(name)
         with in_flight("stat", folder):
@@ -90,14 +95,14 @@ class LocalRoot:
                 remove_tree(folder)
             else:
                 aside = f"{folder}.before"
-                # Asked again: another node, which shares the disk, may have moved it between.
+                # Checked again: another node that shares the disk may have moved it since.
                 if os.path.lexists(aside) and os.path.lexists(folder):
                     raise CommitConflictError(
                         f"neither {folder} nor {aside} was written by this run",
                         hint="move one of them away",
                     )
                 logger.warning("%s was not written by this run: it was moved to %s", folder, aside)
-                # That node was first.
+                # The other node was first.
                 with contextlib.suppress(FileNotFoundError), in_flight("rename", aside):
                     os.rename(folder, aside)
         with in_flight("mkdir", self._marks):
@@ -114,11 +119,13 @@ class LocalRoot:
                 raise
 
     def keep(self, name: str, *going: str) -> None:
-        """This is the newest: the pointer says so, durably, and the others that were made here go, those of
-        killed processes too. going: what is on its way stays.
+        """Make this checkpoint the newest, and remove the others that were made here.
+
+        The pointer names it, durably. Those of killed processes are removed too. ``going`` names
+        checkpoints under way; they stay.
         """
         target = os.path.join(self.path, self._pointer)
-        # Not by its pid: nodes that share the disk may be containers, where every lead is process 1.
+        # Not named by the pid: nodes that share the disk may be containers, where every lead is process 1.
         part = f"{target}.{uuid.uuid4().hex}.tmp"
         try:
             with WatchedFile(part, "wb") as file:
@@ -131,8 +138,10 @@ class LocalRoot:
         self.forget(name, *going)
 
     def refuse_leftovers(self) -> None:
-        """Nothing was ever saved at the URI. StateError: the pointer names a checkpoint that was made here
-        all the same, so of another run; a framework that reads it would go on from that one.
+        """Refuse to resume from another run's checkpoint, if nothing was ever saved at the URI.
+
+        Raises StateError if the pointer names a checkpoint that was made here all the same: it is
+        another run's, and a framework that reads the pointer would resume from it.
         """
         try:
             with WatchedFile(os.path.join(self.path, self._pointer)) as file:
@@ -148,7 +157,10 @@ class LocalRoot:
             )
 
     def forget(self, *kept: str) -> None:
-        """Remove the directories that were made here, by killed processes too, but for some."""
+        """Remove the directories that were made here, except the ``kept`` ones.
+
+        Those of killed processes are removed too.
+        """
         for other in os.listdir(self._marks) if os.path.isdir(self._marks) else ():
             if other not in {*kept, _FETCHED}:
                 remove_tree(self.folder(other))

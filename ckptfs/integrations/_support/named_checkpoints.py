@@ -1,26 +1,29 @@
-"""Checkpoints whose names and whose end a framework decides.
+"""Sharded checkpoints with names and removals that a framework decides.
 
-Sharded checkpoints of one run whose names, and whose end, a framework decides.
+``NamedCheckpoints`` are those of one run:
 
-    shelf = NamedCheckpoints("s3://bucket/run", mode="async", beside=["meta.pt"])    on every rank
-    shelf.save("epoch=1.ckpt", state, step=20, beside={"meta.pt": data})
+    shelf = NamedCheckpoints("s3://bucket/run", mode="async", ...)    on every rank
+    shelf.save("epoch=1.ckpt", state, step=20, ...)
     shelf.remove("epoch=0.ckpt")     when the save before this call is committed, not before
     shelf.close()                    all done; raises what failed; the run is released
 
-The first save claims the run. ``beside``: small files for readers that are not ours, laid into the
-step directory by each domain's owner once the checkpoint is committed, and removed with it. They are
-no part of it: what a loader of ours needs has to be in the state.
+The first save claims the run. ``beside=`` passes small files for readers that do not know ckptfs,
+such as meta.pt. Each domain's owner writes them into the step directory once the checkpoint is
+committed, and they are removed with it. They are no part of the checkpoint: what a loader of ours
+needs has to be in the state.
 
-Only what the run's log knows is removed, and never the newest commit of its kind or what ``hold`` named.
+A checkpoint is removed only if the run's log lists it, and never if it is the newest commit of its
+kind or was named by ``hold``.
 
-Modules, optimizers and whatever else a trainer holds, as named checkpoints of any number of runs.
+``Shelves`` are modules, optimizers and other objects of a trainer, as named checkpoints of any
+number of runs:
 
     shelves = Shelves(mode="async", meta_file="meta.pt")
     shelves.save("s3://bucket/run/epoch=1.ckpt", {"model": ...}, meta_bytes, step=20)
     meta = shelves.load("s3://bucket/run/epoch=1.ckpt", "model", module, {"optimizer": optimizer})
 
-A trainer's meta data is part of the state, so that one commit holds tensors and progress; the same
-bytes lie beside as ``meta_file``, which is where stock readers look for them.
+A trainer's metadata is part of the state, so that one commit holds tensors and progress. The same
+bytes are also written to ``meta_file`` in the step directory, where stock readers look for them.
 """
 
 from __future__ import annotations
@@ -73,9 +76,10 @@ logger = logging.getLogger("ckptfs.integrations")
 class NamedCheckpoints:
     """Every rank makes one. ``save``, ``remove``, ``wait`` and ``close`` are collective.
 
-    uri: the run. mode: "async" returns from ``save`` when the state is staged; one save is on its way
-    at a time. beside: the names of files that saves of this run may have beside them. Making one appends nothing. Errors are as for ``CheckpointManager``; what an earlier save
-    failed of is raised by the next call, on all ranks at the same one.
+    ``uri`` is the run. With ``mode="async"``, ``save`` returns when the state is staged; one save
+    is under way at a time. ``beside`` has the names of the additional files that saves of this run
+    may have. Making one appends nothing. Errors are those of ``CheckpointManager``. The error of an
+    earlier save is raised by the next call, the same one on all ranks.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class NamedCheckpoints:
         self._beside = tuple(beside)
         self._doomed: dict[str, None] = {}
         self._held: set[str] = set()
-        self._committed = True  # whether the last full checkpoint was
+        self._committed = True  # whether the last full checkpoint was committed
 
     # -- saving -------------------------------------------------------------------------
 
@@ -111,10 +115,11 @@ class NamedCheckpoints:
         beside: Mapping[str, bytes] | None = None,
         kind: Kind = Kind.CHECKPOINT,
     ) -> None:
-        """Collective. Save ``state`` as ``name``, over what has that name: the old one stays until the
-        new one is committed. Raises first what an earlier save failed of, and saves nothing then.
+        """Save ``state`` as ``name``, replacing what has that name. Collective.
 
-        kind: weights are nothing to go on from; they are committed when this returns, in async mode too.
+        The old checkpoint stays until the new one is committed. If an earlier save failed, this
+        raises its error and saves nothing. ``kind``: no job can resume from weights; they are
+        committed when this returns, in async mode too.
         """
         self.wait()
         run, retirer = self._claimed()
@@ -126,7 +131,7 @@ class NamedCheckpoints:
             spec = SaveSpec(name, step, IfExists.REPLACE, artifact=kind, run=run.generation)
             save_at(state, run.seat, target, spec, WriteOptions(), started=time.perf_counter())
             lay()
-            return  # a failed checkpoint is as missing as before: what it was to replace stays
+            return  # if a full checkpoint failed, what it was to replace still stays
         self._committed = False
         if self._is_async:
             pending = async_save(state, target, step=step, if_exists="replace", run=run)
@@ -137,7 +142,10 @@ class NamedCheckpoints:
         self._committed = True
 
     def wait(self) -> None:
-        """Collective. Return when the save on its way is committed and what waited for that is removed."""
+        """Wait until the save under way is committed and what waited for that is removed.
+
+        Collective.
+        """
         if self._flight.settle(1) is not None:
             self._committed = True
         if self._committed and self._doomed:
@@ -146,7 +154,7 @@ class NamedCheckpoints:
                 self._remove(name)
 
     def close(self) -> None:
-        """Collective. As ``wait``; then leave the run."""
+        """Wait as ``wait`` does; then leave the run. Collective."""
         try:
             self.wait()
             for name in self._doomed:
@@ -157,10 +165,13 @@ class NamedCheckpoints:
             self.leave()
 
     def leave(self) -> None:
-        """Local, after an exception: nothing is asked of other ranks. Saves on their way are finished."""
+        """Leave after an exception, without waiting for other ranks. Local.
+
+        Saves under way are finished.
+        """
         run = self._run
         if run is not None and run.aside is not None and len(self._flight):
-            aside, run.aside = run.aside, None  # or the release waits for it again, and for ever
+            aside, run.aside = run.aside, None  # otherwise the release waits again, without end
             aside.leave()
         self._ground.close()
 
@@ -174,12 +185,13 @@ class NamedCheckpoints:
     # -- removing -----------------------------------------------------------------------
 
     def hold(self, name: str) -> None:
-        """Local, the same on all ranks. It is not removed by this object: somebody goes on from it."""
+        """Never remove this checkpoint: a job resumes from it. Local, the same on all ranks."""
         self._held.add(name)
 
     def remove(self, name: str) -> None:
-        """Collective. Remove a checkpoint once the last save is committed; now, if it is. What cannot be
-        removed stays, with a line in the log.
+        """Remove a checkpoint once the last save is committed; at once if it is. Collective.
+
+        What cannot be removed stays, with a line in the log.
         """
         if name in self._held:
             logger.warning("%s is not removed: this run resumed from it", self._ground.root / name)
@@ -212,7 +224,10 @@ class NamedCheckpoints:
 
 
 def _live(seat: Seat, name: str) -> tuple[str, bool] | None:
-    """Owners: the live save of a name, and whether it is the newest commit of its kind."""
+    """Return the live save of a name, and whether it is the newest commit of its kind.
+
+    Owners only.
+    """
     state = seat.known.state
     if not seat.placement.is_owner or state is None:
         return None
@@ -224,14 +239,15 @@ def _live(seat: Seat, name: str) -> tuple[str, bool] | None:
 
 
 def _unlink(owner: Seat, name: str) -> bool:
-    """Owners. Remove a symbolic link to a checkpoint of the run, which a framework made by itself (Lightning's
-    save_last="link"); the checkpoint stays. Returns whether there was one.
+    """Remove a symbolic link to a checkpoint of the run; return whether there was one. Owners only.
+
+    A framework makes such links by itself (Lightning's save_last="link"). The checkpoint stays.
     """
     path = owner.storage.local_path(name) if owner.placement.is_owner else None
     if path is None or not os.path.islink(path):
         return False
     if os.path.dirname(os.path.realpath(path)) != os.path.realpath(os.path.dirname(path)):
-        return False  # it leads elsewhere: somebody's own
+        return False  # it leads out of the run: it is the user's own
     try:
         owner.storage.remove(name)
         owner.storage.sync("")
@@ -245,7 +261,7 @@ def _first(answers: list[tuple[str, bool] | None]) -> tuple[str, bool] | None:
 
 
 class _Followed:
-    """A save on its way, and the files that are laid beside it when it is committed."""
+    """A save under way, and the files that are written next to it when it is committed."""
 
     def __init__(self, pending: PendingSave, lay: Any) -> None:
         self._pending, self._lay = pending, lay
@@ -258,7 +274,7 @@ class _Followed:
             if committed.exception() is None:
                 self._lay()
         except Exception:
-            # The checkpoint is committed; whoever waits must not wait for ever.
+            # The checkpoint is committed; a caller that waits must not wait without end.
             logger.exception("the additional files of %s", self.uri)
         finally:
             self._laid.set_result(None)
@@ -282,7 +298,10 @@ class _Followed:
 
 
 def _lay_beside(seat: Seat, name: str, files: Mapping[str, bytes]) -> None:
-    """Owners. The checkpoint is committed: a failure here is told, and fails nothing."""
+    """Write the additional files of a committed checkpoint. Owners only.
+
+    A failure is logged and fails nothing.
+    """
     if not seat.placement.is_owner:
         return
     for key, data in files.items():
@@ -294,7 +313,10 @@ def _lay_beside(seat: Seat, name: str, files: Mapping[str, bytes]) -> None:
 
 
 def _clear_beside(seat: Seat, name: str, files: Sequence[str]) -> None:
-    """Owners. What was laid beside a checkpoint goes with it, and the directory if nothing is left."""
+    """Remove the additional files of a checkpoint, and its directory if that is empty.
+
+    Owners only.
+    """
     if not seat.placement.is_owner:
         return
     try:
@@ -302,7 +324,7 @@ def _clear_beside(seat: Seat, name: str, files: Sequence[str]) -> None:
             seat.storage.remove(f"{name}/{key}")
         seat.storage.remove_dir(name)
     except (AlreadyExistsError, NotFoundError):
-        return  # somebody else's files lie there, or all of it is gone
+        return  # other files are there, or all of it is gone
     except CkptfsError as error:
         logger.warning(
             "the additional files of %s were not removed: %s", seat.storage.uri(name), error
@@ -313,8 +335,10 @@ META = "ckptfs.meta"
 
 
 class Shelves:
-    """Every rank makes one; all calls but ``is_file`` are collective. Arguments and errors are those of
-    ``NamedCheckpoints``, of which it makes one for each run that it saves into.
+    """Every rank makes one; all calls but ``is_file`` are collective.
+
+    It makes a ``NamedCheckpoints`` for each run that it saves into; arguments and errors are the
+    same.
     """
 
     def __init__(
@@ -348,7 +372,10 @@ class Shelves:
         step: int | None,
         kind: Kind = Kind.CHECKPOINT,
     ) -> None:
-        """Collective. meta: equal on all ranks. kind: as for ``NamedCheckpoints.save``."""
+        """Save a state with its metadata. Collective.
+
+        ``meta`` is equal on all ranks. ``kind``: as for ``NamedCheckpoints.save``.
+        """
         whole = {**state, META: meta}
         beside = {self._meta_file: meta}
         shelf = self._shelf(target.parent)
@@ -363,10 +390,11 @@ class Shelves:
         *,
         strict: bool = True,
     ) -> bytes | None:
-        """Collective. Fill the module, saved under ``key``, and optimizers under theirs. The meta data;
-        None where a stock writer left it in a file. It is not removed before ``close``.
+        """Fill the module, saved under ``key``, and optimizers under their names. Collective.
 
-        StateError: strict, and keys are missing. NotFoundError, IntegrityError, ...: as ``ckptfs.load``.
+        Returns the metadata; None if a stock writer left it in a file. The checkpoint is not
+        removed before ``close``. Raises StateError if keys are missing and ``strict`` is True, and
+        otherwise NotFoundError, IntegrityError and so on, as ``ckptfs.load`` does.
         """
         self.wait()
         state: dict[str, Any] = {key: get_model_state_dict(module), META: b""}
@@ -391,7 +419,7 @@ class Shelves:
     def _hint(self, missing: list[str], optimizers: Mapping[str, Optimizer]) -> str:
         if not any(key.split(".")[0] in optimizers for key in missing):
             return "pass strict=False to leave them as they are"
-        # Going on with a fresh optimizer is not resuming, and looks like it.
+        # Continuing with a fresh optimizer is not resuming, but looks like it.
         return (
             "it has weights only, like an export, and no optimizer. Resume from a full "
             "checkpoint (see ckptfs.latest() of its run), or load these weights into the "
@@ -399,7 +427,10 @@ class Shelves:
         )
 
     def is_file(self, target: Uri) -> bool:
-        """Local. Whether it is a single file; False also where nothing is: loading tells."""
+        """Whether it is a single file.
+
+        Local. False also if nothing is there: the load raises that.
+        """
         storage = open_storage(target.parent, self.storage_options)
         try:
             return not storage.stat(target.name).is_dir
@@ -409,19 +440,19 @@ class Shelves:
             storage.close()
 
     def knows(self, run: Uri) -> bool:
-        """Local. Whether something was saved into that run: only there anything is removed."""
+        """Whether something was saved into that run. Local. Only then anything in it is removed."""
         return run in self._shelves
 
     def remove(self, target: Uri) -> None:
-        """Collective. As ``NamedCheckpoints.remove``, in a run that something was saved into."""
+        """Remove as ``NamedCheckpoints.remove`` does, in a run that was saved into. Collective."""
         self._shelf(target.parent).remove(target.name)
 
     def wait(self) -> None:
-        """Collective."""
+        """Wait for the saves of all runs. Collective."""
         self._each(NamedCheckpoints.wait)
 
     def close(self) -> None:
-        """Collective. It may be used again."""
+        """Close all runs. Collective. It may be used again."""
         try:
             self._each(NamedCheckpoints.close)
         finally:
@@ -429,14 +460,14 @@ class Shelves:
             self._held.clear()
 
     def leave(self) -> None:
-        """Local, after an exception."""
+        """Leave all runs after an exception. Local."""
         try:
             self._each(NamedCheckpoints.leave)
         finally:
             self._shelves.clear()
 
     def _each(self, act: Callable[[NamedCheckpoints], None]) -> None:
-        """All of them, on all ranks in one order; the first failure is raised after the last."""
+        """Act on all runs, in one order on all ranks; then raise the first failure."""
         with contextlib.ExitStack() as stack:
             for shelf in self._in_order():
                 stack.callback(act, shelf)

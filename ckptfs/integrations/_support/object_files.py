@@ -1,21 +1,21 @@
-"""Files of one process, one object each, whose names and whose end a framework decides.
+"""Files of one process, one object each, with names and removals that a framework decides.
 
     files = ObjectFiles(mode="async")
-    files.save(state, "s3://bucket/run/epoch=1.ckpt")     back when it is pickled
+    files.save(state, "s3://bucket/run/epoch=1.ckpt")     returns when it is pickled
     files.remove("s3://bucket/run/epoch=0.ckpt")          when the save before this call is committed
     files.close()                                         all done; raises what failed
 
-Saves are written in the order of the calls by one thread. What one fails of is logged at once, and
-raised by the next ``save``, ``wait``, ``load`` or ``close``: nothing is lost by not asking. The first save
-into a directory removes what killed processes of this machine left there half-written, and, once it is
-written, what has lain so for a day.
+One thread writes the saves, in the order of the calls. A failure is logged at once, and raised by
+the next ``save``, ``wait``, ``load`` or ``close``, so it cannot be missed. The first save into a
+directory removes the half-written files that killed processes of this machine left there, and, once
+it is written, any half-written files that are older than a day.
 
-What may be removed is decided here, since whoever asks may be mistaken about what it replaces:
+What may be removed is decided here, because the framework may be wrong about what it replaces:
 
-    written by this object                                   yes
-    written by the run that this one goes on with, in a
-    directory that this object writes into (``adopt``)       yes
-    what this object has loaded                              not before ``close``
+    a file that this object wrote                            yes
+    a file that the run wrote from which this one resumed,
+    in a directory that this object writes into (``adopt``)  yes
+    a file that this object has loaded                       not before ``close``
     a symbolic link in a directory that this object writes
     into, to a file in such a directory                      the link, yes
     anything else                                            no
@@ -51,7 +51,7 @@ logger = logging.getLogger("ckptfs.integrations")
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Where a file is, as it was called, and what opens its storage."""
+    """Where a file is, the URI as the caller gave it, and the options that open its storage."""
 
     target: Uri
     called: str
@@ -59,15 +59,18 @@ class _Written:
 
 
 def _tell_nobody(uri: str) -> None:
-    """Nobody listens."""
+    """Do nothing: the default of ``changed``."""
 
 
 class ObjectFiles:
     """Saves, loads and removes single objects by URI. One thread calls it.
 
-    mode: "async" returns from ``save`` when the object is pickled into host memory. max_in_flight: so
-    many of these at once; a save more waits for the oldest. storage_options: for all of them. changed:
-    called with the URI as it was given after a file was written or removed, on the thread that did it.
+    Args:
+        mode: "async" returns from ``save`` when the object is pickled into host memory.
+        max_in_flight: How many of these may be under way; one more save waits for the oldest.
+        storage_options: For all files.
+        changed: Called with the URI as it was given, after a file was written or removed, on the
+            thread that did it.
     """
 
     def __init__(
@@ -96,10 +99,10 @@ class ObjectFiles:
         self._written: dict[Uri, _Written] = {}
         self._adopted: set[Uri] = set()
         self._loaded: set[Uri] = set()
-        self._cleared: set[Uri] = set()  # directories without what dead writers left
+        self._cleared: set[Uri] = set()  # directories where files of dead writers were removed
 
     def __getstate__(self) -> dict[str, Any]:
-        """A launcher that spawns pickles it before it has saved anything."""
+        """Pickle the arguments: a launcher that spawns pickles it before anything is saved."""
         return {name: vars(self)[name] for name in ("_aside", "_limit", "_options", "_changed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,8 +114,10 @@ class ObjectFiles:
     def save(
         self, obj: object, uri: Any, *, storage_options: Mapping[str, Any] | None = None
     ) -> None:
-        """Save one object under ``uri``, over what is there: the old one stays until the new one is
-        committed. Raises first what an earlier one failed of, and saves nothing then: call again.
+        """Save one object under ``uri``, replacing what is there.
+
+        The old file stays until the new one is committed. If an earlier save failed, this raises
+        its error and saves nothing: call again.
         """
         file = self._file(uri, storage_options)
         self._settle(self._limit)
@@ -121,7 +126,7 @@ class ObjectFiles:
             with self._on_its_way(number, file):
                 write_object(obj, file.target, file.options)
             return
-        frozen = freeze(obj)  # everything as it is now; of what the caller changes next, nothing
+        frozen = freeze(obj)  # everything as it is now; later changes by the caller do not matter
         number = self._begin(file)
 
         def job() -> None:
@@ -140,10 +145,10 @@ class ObjectFiles:
 
     @contextlib.contextmanager
     def _on_its_way(self, number: int, file: _Written) -> Iterator[None]:
-        """The write of one save, and what follows its commit: that cannot fail the save any more."""
+        """Surround the write of one save; what follows its commit cannot fail the save any more."""
         folder = file.target.parent
         if folder not in self._cleared:
-            remove_partials(folder, file.options)  # before: a full disk may need the space
+            remove_partials(folder, file.options)  # first: a full disk may need the space
         yield
         if folder not in self._cleared:
             remove_partials(folder, file.options, file.target.name)
@@ -159,7 +164,7 @@ class ObjectFiles:
             self._remove_if_ours(other)
 
     def _settle(self, limit: int) -> None:
-        """Wait until fewer than ``limit`` are on their way; raise what failed so far, once."""
+        """Wait until fewer than ``limit`` are under way; raise what failed so far, once."""
         failures: list[BaseException] = []
         while self._flight and (len(self._flight) >= limit or self._flight[0].done()):
             error = self._flight.popleft().exception()
@@ -171,12 +176,13 @@ class ObjectFiles:
             raise failures[0]
 
     def wait(self) -> None:
-        """Return when all saves are committed; raise what one failed of."""
+        """Wait until all saves are committed; raise the error of one that failed."""
         self._settle(1)
 
     def close(self) -> None:
-        """As ``wait``; then nothing runs any more, and nothing that was loaded is held back. It may be
-        used again.
+        """Wait as ``wait`` does; then end the thread, and protect loaded files no longer.
+
+        It may be used again.
         """
         try:
             self._settle(1)
@@ -201,7 +207,7 @@ class ObjectFiles:
         return obj
 
     def loaded(self, target: Uri) -> None:
-        """Someone else loaded this file for this run: it is not removed before ``close`` either."""
+        """Note that other code loaded this file for this run, so that it stays until ``close``."""
         self._loaded.add(target)
         if target.is_local:
             # `last.ckpt` may be a link to the file that would be removed.
@@ -210,7 +216,7 @@ class ObjectFiles:
     # -- removing -----------------------------------------------------------------------
 
     def adopt(self, uris: Iterable[object]) -> None:
-        """These were written by the run that this process goes on with."""
+        """Note that the run from which this process resumed wrote these files."""
         for uri in uris:
             try:
                 self._adopted.add(Uri.parse(uri))  # type: ignore[arg-type] # the parser says
@@ -218,8 +224,10 @@ class ObjectFiles:
                 logger.debug("what an earlier process wrote is not to be read: %s", error)
 
     def remove(self, uri: Any) -> None:
-        """Remove a file when the last save that was begun is committed; now, if it is. What must not
-        go stays, with a line in the log; so does what cannot be removed, until the next commit.
+        """Remove a file when the last save that was begun is committed; at once if it is.
+
+        What must not be removed stays, with a line in the log. What cannot be removed stays until
+        the next commit.
         """
         file = self._file(uri, None)
         with self._lock:
@@ -245,7 +253,7 @@ class ObjectFiles:
         here = {written.parent for written in self._written}
         if target in self._adopted and target.parent in here:
             return None
-        # A framework makes links by itself (save_last="link"). The bytes behind them stay.
+        # A framework makes links by itself (save_last="link"). Their targets stay.
         if target.parent in here and _leads_into(target, here):
             return None
         return "this run did not write it, as far as it knows"
@@ -271,7 +279,7 @@ class ObjectFiles:
 
 
 def _leads_into(target: Uri, folders: Collection[Uri]) -> bool:
-    """Whether a symbolic link is there that leads to a name in one of these directories."""
+    """Whether there is a symbolic link that leads to a name in one of these directories."""
     if not target.is_local or not os.path.islink(target.local_path):
         return False
     behind = os.path.dirname(os.path.realpath(target.local_path))
@@ -281,8 +289,9 @@ def _leads_into(target: Uri, folders: Collection[Uri]) -> bool:
 
 
 def written_before(checkpoint: object) -> list[str]:
-    """The files that the ModelCheckpoint callbacks in a checkpoint of Lightning remember: an earlier
-    process of the run wrote them. [] for any other object.
+    """Return the files that the ModelCheckpoint callbacks in a checkpoint of Lightning remember.
+
+    An earlier process of the run wrote them. [] for any other object.
     """
     callbacks = checkpoint.get("callbacks") if isinstance(checkpoint, Mapping) else None
     if not isinstance(callbacks, Mapping):

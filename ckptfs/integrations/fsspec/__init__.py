@@ -1,4 +1,4 @@
-"""fsspec filesystems ``ckptfs+file://`` ``ckptfs+s3://`` ...: whoever speaks fsspec gets our commit.
+"""fsspec filesystems ``ckptfs+file://`` ``ckptfs+s3://`` ...: our commit for programs with fsspec.
 
     filesystem    the filesystem that users see: plain files, and checkpoints committed as a whole
     plain         its plain half: names, files, event loops
@@ -6,7 +6,7 @@
     underlying    what reads below it: fsspec's own filesystem, or a view of a ``Storage``
     arrivals      files that come one by one and are committed together, of torch's writers and of copies
     stock_save    the commit of a stock save that has arrived; imports torch
-    listings      what fsspec remembers of a directory
+    listings      fsspec's cached listing of a directory
 
 Entry points name the classes below.
 """

@@ -1,27 +1,29 @@
-"""Files that torch's writers, and programs that copy, bring one by one, until they are one commit.
+"""Files that torch's writers, and programs that copy, write one by one until they are one commit.
 
-``Arrivals``: what a DCP writer of this process has written under final names, which only waits.
+``Arrivals`` are files that a DCP writer of this process has written under final names, and that
+wait:
 
-    is_called_by_dcp()         torch's writers wait; what another program copies in is not held up
+    is_called_by_dcp()         only torch's writers wait; what another program copies in is not held up
     open_write(step, name)     a file of the attempt that the process group agreed on
     commit(step, ".metadata.tmp")    all of them have arrived: seal, project
     put_metadata(step, data)   .metadata written in place: the commit comes with the last file
     replace(step)              ".metadata" was removed: the next commit replaces what is there
 
-The id of an attempt is agreed without a collective (``agreed_id``), so that data have their
-final keys on object stores too. It is used up by its commit, and by any file of it that was given up:
-whatever comes after belongs to another save, and nothing of two saves is ever mixed.
+The processes agree on the id of an attempt without a collective (``agreed_id``), so that data have
+their final keys on object stores too. The id is used up by its commit, and by any file of it that
+was given up: everything after that belongs to another save, and files of two saves are never mixed.
 
-``CopiedFiles``: stock checkpoints that a program copies in, file by file.
+``CopiedFiles`` are stock checkpoints that a program copies in, file by file:
 
-    each file            lies under its own name as soon as it is closed, in whatever order they come
+    each file            is under its own name as soon as it is closed, in any order
     the last of a whole  .metadata of DCP and every *.distcp that it refers to, written by this process:
     stock save           linked (object stores: copied) into an attempt and committed by the log
-    anything else        stays as it is: shards in subfolders, other names, a .metadata whose pickle
-                         names classes of its own, half a copy
+    anything else        stays as it is: shards in subfolders, other names, a .metadata with a pickle
+                         that names classes of its own, half a copy
 
-Nothing that was copied in ever waits in an attempt, because what an attempt holds is removed by the
-next owner of the run. The plain files go when the commit is durable, and only if they are the same.
+Files that were copied in never wait in an attempt, because the next owner of the run removes what
+an attempt holds. The plain files are removed when the commit is durable, and only if they have not
+changed.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ _KEPT = 16  # attempts that are remembered
 
 
 def refuse_alone(file: Uri) -> None:
-    """UnsupportedError: a DCP writer is about to write the metadata of one rank."""
+    """Raise UnsupportedError if a DCP writer is about to write the metadata of one rank."""
     if _PER_RANK.fullmatch(file.name):
         raise UnsupportedError(
             "every rank would commit alone (use_collectives=False)",
@@ -75,27 +77,28 @@ def refuse_alone(file: Uri) -> None:
 
 
 def arrives(file: Uri) -> bool:
-    """Whether a file of this name waits for a commit if a DCP writer writes it. What lies below a
-    save_id was committed elsewhere and is copied: it keeps its place.
+    """Whether a file of this name waits for a commit if a DCP writer writes it.
+
+    A file below a save_id was committed elsewhere and is copied: it keeps its place.
     """
     return bool(_WAITS.fullmatch(file.name) and not is_save_id(file.parent.name))
 
 
 class Arrivals:
-    """Attempts of this process, below any runs. Thread-safe; of no use after a fork.
+    """Attempts of this process, below any runs. Thread-safe; not usable after a fork.
 
-    storage_at: opens a storage rooted at a URI.
+    ``storage_at`` opens a storage rooted at a URI.
     """
 
     def __init__(self, storage_at: Callable[[Uri], Storage]) -> None:
         self._storage_at = storage_at
-        self._lock = threading.RLock()  # a file may be collected, and given up, anywhere
+        self._lock = threading.RLock()  # a file may be collected, and given up, at any point
         self._joined: dict[str, Joined] = {}
         self._spoilt: list[Joined] = []
         self._replacing: set[Uri] = set()
 
     def begin(self) -> None:
-        """A save begins: what earlier ones gave up is removed, where it can be."""
+        """Begin a save: remove what earlier ones gave up, as far as possible."""
         with self._lock:
             spoilt, self._spoilt = self._spoilt, []
         for joined in spoilt:
@@ -105,7 +108,10 @@ class Arrivals:
                 logger.warning("files of the failed save %s stay: %s", joined.keys.save_id, error)
 
     def open_write(self, step: Uri, name: str) -> DataWriter:
-        """One file of the attempt at ``step``, whole or not at all. FencedError, StorageError."""
+        """Return a writer for one file of the attempt at ``step``, whole or not at all.
+
+        Raises FencedError or StorageError.
+        """
         joined = self._join(step)
         try:
             writer = joined.open_write(name)
@@ -117,16 +123,16 @@ class Arrivals:
         return _Arriving(self, step, joined, writer, whole=bool(_SHARD.fullmatch(name)))
 
     def put_metadata(self, step: Uri, data: bytes) -> bool:
-        """``.metadata`` written in place by a DCP writer: committed when all that it refers to has
-        arrived. False: it is nothing that waits, write it as it is.
+        """Write ``.metadata`` for a DCP writer; commit when all that it refers to has arrived.
+
+        Returns False if it has nothing to wait for: the caller then writes it as it is.
         """
         from ckptfs.integrations.fsspec.stock_save import ARRIVED, needed
 
         files = needed(data, step)
         if files is None or any("/" in file for file in files):
-            return (
-                False  # not DCP's; or what a commit elsewhere wrote, whose files keep their places
-            )
+            # Not DCP's; or written by a commit elsewhere, and its files keep their places.
+            return False
         joined = self._join(step)
         with joined.open_write(ARRIVED) as writer:
             writer.write(data)
@@ -147,8 +153,10 @@ class Arrivals:
             self._commit(step, joined, ARRIVED)
 
     def commit(self, step: Uri, metadata: str) -> None:
-        """Commit what arrived, by the staged ``metadata``. Errors as for ``commit_arrived``; then
-        nothing of it is visible and its files are gone.
+        """Commit what arrived, by the staged ``metadata``.
+
+        Errors are those of ``commit_arrived``; then nothing of it is visible and its files are
+        gone.
         """
         joined = self._join(step)
         if not is_first(f"{step} {joined.keys.save_id}"):
@@ -161,23 +169,23 @@ class Arrivals:
         try:
             commit_arrived(joined, metadata, replace=step in self._replacing)
         finally:
-            # Whatever became of it: the id is used up, here and in every rank.
+            # Whether it succeeded or not, the id is used up, here and on every rank.
             self._forget(step, joined)
             self._replacing.discard(step)
 
     def replace(self, step: Uri) -> None:
-        """The next commit at ``step`` may replace what is committed there; that stays until then."""
+        """Let the next commit at ``step`` replace the committed one, which stays until then."""
         self._replacing.add(step)
 
     def remove(self, step: Uri, name: str) -> None:
-        """Take a file away that waits. NotFoundError: it does not."""
+        """Remove a file that waits. Raises NotFoundError if there is none."""
         joined = self._join(step)
         if name not in joined.files():
             raise NotFoundError("no such file", uri=step / name)
         joined.remove(name)
 
     def spoil(self, step: Uri, joined: Joined) -> None:
-        """A file of it was given up, so its save failed: what comes is another one's."""
+        """Give up a save with a file that was given up: later files belong to another save."""
         with self._lock:
             self._spoilt.append(joined)
         self._forget(step, joined)
@@ -193,7 +201,7 @@ class Arrivals:
                 try:
                     joined = join_attempt(self._storage_at(step.parent), step.name, save_id)
                 except FencedError:
-                    # Spent: an owner of the run came between, or a committer died half way.
+                    # Spent: another job owned the run in between, or a committer died half way.
                     save_id = renew_id(str(step), save_id)
                     joined = join_attempt(self._storage_at(step.parent), step.name, save_id)
                 if joined.keys.shape is Shape.FILESYSTEM:
@@ -205,11 +213,11 @@ class Arrivals:
 
 
 def _remove_empty(storage: Storage, name: str) -> None:
-    """The step's directory, if writers made it and nothing is in it: nobody shall take it for one."""
+    """Remove the step's directory if it is empty: it could be taken for a checkpoint."""
     try:
         storage.remove_dir(name)
     except AlreadyExistsError:
-        return  # somebody's files: they stay
+        return  # it has files: they stay
 
 
 class _Arriving(DataWriter):
@@ -230,7 +238,7 @@ class _Arriving(DataWriter):
 
     def abort(self) -> None:
         self._writer.abort()
-        # At exit the store's thread is gone already, and nobody saves any more.
+        # At exit the store's thread is gone already, and no save follows.
         if not self._done and not sys.is_finalizing():
             self._done = True
             try:
@@ -243,13 +251,13 @@ class _Arriving(DataWriter):
                 )
 
 
-_ASIDE = ".metadata.tmp"  # where .metadata lies for the moment of the commit, as torch has it
+_ASIDE = ".metadata.tmp"  # the name of .metadata during the commit, as in torch
 _REMEMBERED = 64  # directories that are being copied into
 
 
 @dataclass(slots=True)
 class _Copy:
-    """What of one directory this process wrote, and how long each file has to be by its metadata."""
+    """What this process wrote of one directory, and the bytes each file needs by its metadata."""
 
     names: set[str] = field(default_factory=set)
     needs: Mapping[str, int] | None = None
@@ -257,10 +265,10 @@ class _Copy:
 
 
 class CopiedFiles:
-    """Plain files that this process wrote, by directory. Thread-safe; of no use after a fork.
+    """Plain files that this process wrote, by directory. Thread-safe; not usable after a fork.
 
-    storage_at: opens a storage rooted at a URI. copy: copies a file within the place, where links are
-    unknown.
+    ``storage_at`` opens a storage rooted at a URI. ``copy`` copies a file within the place, if that
+    has no links.
     """
 
     def __init__(
@@ -271,8 +279,10 @@ class CopiedFiles:
         self._copies: dict[Uri, _Copy] = {}
 
     def wrote(self, step: Uri, name: str, data: bytes) -> None:
-        """A file of ``step`` was closed; data: the bytes of ``.metadata``. If it makes a stock save
-        whole, that is committed; where this fails the files stay, and a warning says why.
+        """Note that a file of ``step`` was closed; commit if it completes a stock save.
+
+        ``data`` are the bytes of ``.metadata``. If the commit fails the files stay, and a warning
+        says why.
         """
         from ckptfs.integrations.fsspec.stock_save import needed
 
@@ -294,7 +304,7 @@ class CopiedFiles:
         self._commit(step, copy.needs, copy.data)
 
     def failed(self, step: Uri) -> None:
-        """A file of ``step`` was given up: what comes next belongs to another copy."""
+        """Note that a file of ``step`` was given up: later files belong to another copy."""
         with self._lock:
             self._copies.pop(step, None)
 
@@ -314,7 +324,7 @@ class CopiedFiles:
             logger.warning("%s was copied in and is not committed; its files stay: %s", step, error)
 
     def _taken(self, step: Uri, files: tuple[str, ...], data: bytes) -> Joined:
-        """A fresh attempt that holds all of it beside the plain files."""
+        """Return a fresh attempt that holds all of it; the plain files stay."""
         from ckptfs.integrations.fsspec.stock_save import ARRIVED
 
         joined = join_attempt(self._storage_at(step.parent), step.name, fresh_save_id())
@@ -334,7 +344,7 @@ class CopiedFiles:
         return joined
 
     def _remove(self, storage: Storage, home: str, found: Mapping[str, Stat]) -> None:
-        """The plain files of what is committed; one that somebody wrote anew meanwhile stays."""
+        """Remove the plain files of what is committed; one that was written again since stays."""
         same = [
             file for file, before in found.items() if _is_same(storage, f"{home}/{file}", before)
         ]
@@ -343,8 +353,9 @@ class CopiedFiles:
 
 @contextlib.contextmanager
 def _aside(storage: Storage, home: str, data: bytes) -> Iterator[None]:
-    """``.metadata`` makes room for the projection, and comes back where the commit fails. A crash
-    leaves it beside its shards as ``.metadata.tmp``.
+    """Make room for the projection of ``.metadata``, and restore it if the commit fails.
+
+    A crash leaves it next to its shards as ``.metadata.tmp``.
     """
     storage.replace(f"{home}/{_ASIDE}", data)
     storage.remove(f"{home}/{METADATA}")
@@ -372,35 +383,38 @@ _ANSWER_S = 60.0  # one small request to a process that lives
 
 
 def agreed_id(topic: str) -> str:
-    """The id of ``topic``, alike in all processes of the default group. ControlPlaneLostError."""
+    """Return the id of ``topic``, the same in all processes of the default group.
+
+    Raises ControlPlaneLostError.
+    """
     return _HERE.ask(fresh_save_id(), topic, "")
 
 
 def is_first(topic: str) -> bool:
-    """Whether nobody asked for this topic before, in any process of the default group."""
+    """Whether this is the first call for this topic in any process of the default group."""
     mine = fresh_save_id()
     return _HERE.ask(mine, topic, "") == mine
 
 
 def renew_id(topic: str, spent: str) -> str:
-    """The id of ``topic`` after ``spent``; a fresh one unless somebody renewed it before."""
+    """Return the id of ``topic`` after ``spent``; a fresh one unless it was renewed already."""
     return _HERE.ask(fresh_save_id(), topic, spent)
 
 
 class _Process:
-    """What one process agreed on: with its group where there is one, else with itself.
+    """What one process agreed on: with its group if there is one, else with itself.
 
-    The one thing here that outlives a call: all threads of a process are one writer.
+    It is the only thing here that outlives a call: all threads of a process are one writer.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a file that is collected may ask while its thread asks
+        self._lock = threading.RLock()  # a collected file may call ask while its thread is in ask
         self._pid = os.getpid()
         self._alone: dict[str, str] = {}
         self._client: tuple[Any, StoreClient] | None = None
 
     def ask(self, mine: str, topic: str, spent: str) -> str:
-        """Replace ``spent`` ("": nothing yet) by ``mine``, if it still stands; what stands then."""
+        """Replace ``spent`` ("": no id yet) by ``mine`` if it is current; return the current id."""
         key = f"ckptfs/agreed/{hashlib.sha256(topic.encode()).hexdigest()[:32]}"
         client = self._connected()
         if client is None:
@@ -415,7 +429,7 @@ class _Process:
     def _connected(self) -> StoreClient | None:
         with self._lock:
             if self._pid != os.getpid():
-                # In the child of a fork neither the thread nor what the parent is writing is ours.
+                # The child of a fork has neither the thread nor what the parent is writing.
                 self._pid, self._alone, self._client = os.getpid(), {}, None
             if not _torch.has_default_group():
                 return None

@@ -2,13 +2,14 @@
 
     with fs.open(path, "wb") as file: ...   left normally: visible; by an exception: nothing is
     file.close()                            visible, in except and finally blocks too
-    autocommit=False                        closed is not yet visible: commit() or discard() decide
+    autocommit=False                        after close not yet visible: commit() or discard() decide
     dropped without close()                 nothing
 
-fsspec's own files upload what they buffered when an exception leaves the block; so do wrappers whose
-``__exit__`` calls ``close()`` and passes no reason on (``fsspec.open``, ``io.TextIOWrapper``, pyarrow).
-A file that the ``with`` block of a wrapper closes because of an exception is therefore discarded as
-well. Any other ``close()`` publishes: a handler that writes a fallback and closes loses nothing.
+fsspec's own files upload what they buffered when an exception leaves the block; so do wrappers with
+an ``__exit__`` that calls ``close()`` and does not pass the reason on (``fsspec.open``,
+``io.TextIOWrapper``, pyarrow). Therefore a file that the ``with`` block of a wrapper closes because
+of an exception is discarded as well. Any other ``close()`` publishes: a handler that writes a
+fallback and closes loses nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ckptfs.storage.base import DataWriter, Storage
 _TRIES = 4
 _PART_BYTES = 16 << 20
 _WITH_LEFT_BY_ERROR = dis.opmap["WITH_EXCEPT_START"]
-# How functions of wrappers are called that only pass the end of a with block on.
+# The names of functions of wrappers that only pass on the end of a with block.
 _CLOSING = frozenset(("__exit__", "_exit_wrapper", "close", "<listcomp>"))
 
 __all__ = [
@@ -41,10 +42,13 @@ __all__ = [
 
 
 class _WholeOrNothing(io.IOBase):
-    """io's own ``__exit__`` closes, and so publishes, whatever the reason."""
+    """Discards on an exception. io's own ``__exit__`` closes, and so publishes, for any reason."""
 
     def spoil(self) -> None:
-        """``close`` discards it from now on: what wrappers call whose block an exception leaves."""
+        """Let ``close`` discard the file from now on.
+
+        Called by wrappers when an exception leaves their block.
+        """
         raise NotImplementedError
 
     def __exit__(
@@ -59,9 +63,10 @@ class _WholeOrNothing(io.IOBase):
 
 
 class PublishedFile(_WholeOrNothing, io.BufferedIOBase):
-    """One file on its way. name: for people. autocommit: whether ``close`` publishes it.
+    """One file that is being written.
 
-    No ``fileno``: whoever writes past ``write`` would write past the storage.
+    ``name`` is for people; ``autocommit``: ``close`` publishes it. It has no ``fileno``, because
+    writing to that would bypass the storage.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class PublishedFile(_WholeOrNothing, io.BufferedIOBase):
         return True
 
     def write(self, data: object) -> int:
-        """Append; the number of bytes."""
+        """Append; return the number of bytes."""
         if self.closed or self._writer is None:
             raise ValueError("I/O operation on closed file")
         view = memoryview(data).cast("B")  # type: ignore[arg-type]  # whatever has a buffer
@@ -101,13 +106,14 @@ class PublishedFile(_WholeOrNothing, io.BufferedIOBase):
         return len(view)
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the number of bytes written so far."""
         return self._size
 
     def close(self) -> None:
-        """Publish, unless a ``with`` block closes it because of an exception; harmless twice.
+        """Publish, unless a ``with`` block closes it because of an exception.
 
-        StorageError: a write failed before, so that bytes are missing; nothing is published.
+        A second call does nothing. Raises StorageError if a write failed before, so that bytes are
+        missing; nothing is published then.
         """
         if self.closed:
             return
@@ -129,7 +135,7 @@ class PublishedFile(_WholeOrNothing, io.BufferedIOBase):
 
     def _is_left_by_error(self) -> bool:
         error = sys.exc_info()[1]
-        # A file that was opened while the exception was on its way is how somebody rescues something.
+        # A file that was opened while the exception was handled is meant to rescue something.
         if error is None or error is self._before:
             return False
         return _with_block_left_by_error(sys._getframe(2))  # noqa: SLF001 - who calls close
@@ -147,18 +153,21 @@ class PublishedFile(_WholeOrNothing, io.BufferedIOBase):
             raise
 
     def discard(self) -> None:
-        """Leave nothing behind; harmless after commit."""
+        """Leave nothing behind. After commit it does nothing."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.abort()
 
     def __del__(self) -> None:
-        # io's own would close, and publish half a file. What a transaction holds is closed already.
+        # io's own would close, and publish half a file. Files of a transaction are closed already.
         self.discard()
 
 
 class EditedFile(PublishedFile):
-    """A file that is read and written anywhere in it ("r+b", "w+b"): ``close`` publishes ``draft`` whole."""
+    """A file that is read and written anywhere in it ("r+b", "w+b").
+
+    ``close`` publishes ``draft`` whole.
+    """
 
     def __init__(
         self, writer: DataWriter, name: str, draft: IO[bytes], *, mode: str, autocommit: bool
@@ -175,7 +184,7 @@ class EditedFile(PublishedFile):
         return True
 
     def read(self, size: int | None = -1) -> bytes:
-        """So many bytes, all that follow by default."""
+        """Read ``size`` bytes, by default all that follow."""
         return self._draft.read(-1 if size is None else size)
 
     def read1(self, size: int = -1) -> bytes:
@@ -187,16 +196,16 @@ class EditedFile(PublishedFile):
         return self._draft.write(view)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a position in bytes; the new one."""
+        """Go to a position in bytes; return the new one."""
         self._draft.seek(offset, whence)
         return self._draft.tell()
 
     def tell(self) -> int:
-        """The position in bytes."""
+        """Return the position in bytes."""
         return self._draft.tell()
 
     def truncate(self, size: int | None = None) -> int:
-        """Cut it off, or lengthen it by zeros; the new size in bytes."""
+        """Cut the file off, or lengthen it by zeros; return the new size in bytes."""
         here = self._draft.tell()
         size = here if size is None else size
         end = self._draft.seek(0, io.SEEK_END) or self._draft.tell()
@@ -229,8 +238,8 @@ class EditedFile(PublishedFile):
 def _with_block_left_by_error(caller: FrameType | None) -> bool:
     """Whether ``caller`` acts for a ``with`` block that an exception leaves.
 
-    Wrappers written in C, and those that call ``close()`` from ``__exit__``, say nothing of the
-    exception. The interpreter runs them from the one instruction that ends such a block.
+    Wrappers written in C, and those that call ``close()`` from ``__exit__``, do not pass the
+    exception on. The interpreter runs them from the one instruction that ends such a block.
     """
     while caller is not None and caller.f_code.co_name in _CLOSING:
         caller = caller.f_back
@@ -238,7 +247,7 @@ def _with_block_left_by_error(caller: FrameType | None) -> bool:
 
 
 class DurableWriter(DataWriter):
-    """One file whose name is durable too when ``close`` returns; its directories are made."""
+    """One file with a name that is durable too when ``close`` returns; its directories are made."""
 
     def __init__(self, storage: Storage, key: str) -> None:
         self._storage, self._home = storage, key.rpartition("/")[0]
@@ -248,7 +257,7 @@ class DurableWriter(DataWriter):
                 self._writer = storage.open_over(key)
                 break
             except NotFoundError:
-                # An empty step directory makes room for its committed one between two calls.
+                # A commit may remove the empty step directory between the two calls.
                 if not left:
                     raise
 
@@ -257,7 +266,7 @@ class DurableWriter(DataWriter):
         return self._writer.write(data)
 
     def close(self) -> None:
-        """Bytes and name."""
+        """Make bytes and name durable."""
         self._writer.close()
         self._storage.sync(self._home)
 
@@ -267,15 +276,16 @@ class DurableWriter(DataWriter):
 
 
 class UnderlyingWriter(DataWriter):
-    """An object under a key that ckptfs's storage would spell in another way, such as ``a//b``: by the
-    underlying filesystem's own file, visible when closed.
+    """An object under a key that ckptfs's storage would spell differently, such as ``a//b``.
+
+    The underlying filesystem's own file writes it; it is visible when closed.
     """
 
     def __init__(self, underlying: Any, path: str) -> None:
         self._file = underlying.open(path, "wb", autocommit=False, block_size=_PART_BYTES)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append; the number of bytes."""
+        """Append; return the number of bytes."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PART_BYTES):
             self._file.write(bytes(view[start : start + _PART_BYTES]))
@@ -287,13 +297,13 @@ class UnderlyingWriter(DataWriter):
         self._file.commit()
 
     def abort(self) -> None:
-        """Give the upload up. Not by ``close``, which would complete it."""
+        """Give the upload up. It does not use ``close``, which would complete the upload."""
         self._file.discard()
         self._file.closed = True
 
 
 class HeldWriter(DataWriter):
-    """A small file that is only looked at when it is whole: ``take`` gets its bytes on close."""
+    """A small file that is only used when it is whole: ``take`` receives its bytes on close."""
 
     def __init__(self, take: Callable[[bytes], None]) -> None:
         self._take: Callable[[bytes], None] | None = take
@@ -305,18 +315,18 @@ class HeldWriter(DataWriter):
         return len(data)
 
     def close(self) -> None:
-        """Hand it over."""
+        """Pass the bytes on."""
         take, self._take = self._take, None
         if take is not None:
             take(bytes(self._held))
 
     def abort(self) -> None:
-        """Forget it."""
+        """Forget the bytes."""
         self._take = None
 
 
 class CompressedFile(_WholeOrNothing, io.BufferedIOBase):
-    """Bytes on their way through one of fsspec's compressors into a file that closes with it."""
+    """Passes bytes through one of fsspec's compressors into a file that closes with it."""
 
     def __init__(self, file: PublishedFile, codec: str) -> None:
         from fsspec.compression import compr
@@ -329,7 +339,7 @@ class CompressedFile(_WholeOrNothing, io.BufferedIOBase):
         return True
 
     def write(self, data: object) -> int:
-        """Append; the number of bytes before compression."""
+        """Append; return the number of bytes before compression."""
         count: int = self._through.write(data)
         return count
 
@@ -339,7 +349,7 @@ class CompressedFile(_WholeOrNothing, io.BufferedIOBase):
             try:
                 self._through.close()
             except BaseException:
-                self.spoil()  # without its end nobody can read it
+                self.spoil()  # without its end it cannot be read
                 raise
             finally:
                 self._file.close()
@@ -354,7 +364,7 @@ class CompressedFile(_WholeOrNothing, io.BufferedIOBase):
 
 
 class TextFile(_WholeOrNothing, io.TextIOWrapper):
-    """Text on its way into a file that closes with it."""
+    """Passes text into a file that closes with it."""
 
     def __init__(self, file: PublishedFile | CompressedFile, **text: Any) -> None:
         super().__init__(file, **text)  # type: ignore[arg-type]  # typeshed asks for more than io does
@@ -369,17 +379,21 @@ class TextFile(_WholeOrNothing, io.TextIOWrapper):
 
 
 def _discard_collected(file: CompressedFile | TextFile) -> None:
-    """End what was collected without ``close()``. io's own finalizer would publish half a file."""
+    """Discard a file that was collected without ``close()``.
+
+    io's own finalizer would publish half of it.
+    """
     if not file.closed:
-        with contextlib.suppress(Exception):  # nobody hears a finalizer
+        with contextlib.suppress(Exception):  # no caller can handle an error of a finalizer
             file._file.spoil()  # noqa: SLF001 - one of ours
             file.close()
 
 
 class AsyncFile:
-    """A file whose methods are coroutines, as those of fsspec's ``open_async``.
+    """A file with methods that are coroutines, like those of fsspec's ``open_async``.
 
-    run: runs a function on another thread. size: bytes of a file that is read, None of one that is written.
+    ``run`` runs a function on another thread. ``size``: bytes of a file that is read, None of one
+    that is written.
     """
 
     def __init__(self, run: Callable[..., Awaitable[Any]], file: Any, mode: str) -> None:
@@ -388,30 +402,30 @@ class AsyncFile:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` is behind it."""
+        """Whether it was closed."""
         return bool(self._file.closed)
 
     def tell(self) -> int:
-        """The position in bytes."""
+        """Return the position in bytes."""
         return int(self._file.tell())
 
     async def read(self, length: int = -1) -> bytes:
-        """So many bytes, all that follow by default."""
+        """Read ``length`` bytes, by default all that follow."""
         found: bytes = await self._run(self._file.read, length)
         return found
 
     async def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a position in bytes; the new one."""
+        """Go to a position in bytes; return the new one."""
         position: int = await self._run(self._file.seek, offset, whence)
         return position
 
     async def write(self, data: object) -> int:
-        """Append; the number of bytes."""
+        """Append; return the number of bytes."""
         count: int = await self._run(self._file.write, data)
         return count
 
     async def flush(self) -> None:
-        """Nothing is published before ``close``."""
+        """Do nothing: nothing is published before ``close``."""
 
     async def close(self) -> None:
         """As ``PublishedFile.close``."""

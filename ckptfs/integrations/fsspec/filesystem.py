@@ -1,18 +1,18 @@
-"""fsspec filesystems ``ckptfs+file://`` ``ckptfs+s3://`` ...: whoever speaks fsspec gets our commit.
+"""fsspec filesystems ``ckptfs+file://`` ``ckptfs+s3://`` ...: our commit for programs with fsspec.
 
     dcp.save(state, checkpoint_id="ckptfs+s3://bucket/run/step_100")     nothing to import
     dcp.load(state, checkpoint_id="ckptfs+s3://bucket/run/step_100")     or bare s3://, or ckptfs.load
 
     *.distcp  .metadata.tmp      of a DCP writer: arrive in an attempt, invisible, from every rank's process
     mv .metadata.tmp .metadata   the commit: all that it refers to is there, or nothing is visible
-    rm .metadata                 of a committed step: put off until that commit, which replaces it
+    rm .metadata                 of a committed step: delayed until that commit, which replaces it
     rm step_100, recursive       deletes the checkpoint: entry first, bytes later
     any other file               plain, whole or not at all when it is closed; a stock checkpoint that
                                  this process has copied in whole is committed (``arrivals.CopiedFiles``)
     .ckptfs/, attempts           never listed
 
-Entry points register the names, so a spawned process knows them too. Second choice, for programs that
-insist on a chain: ``ckptfs::s3://bucket/run/step_100``. The work is done by ``arrivals``.
+Entry points register the names, so a spawned process knows them too. For programs that insist on a
+chain there is ``ckptfs::s3://bucket/run/step_100``, the second choice. ``arrivals`` does the work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAGIC = re.compile(r"[*?\[]")
 
 
 class CheckpointFileSystem(PlainFileSystem):
-    """One kind of place through ckptfs; a subclass for each protocol stands below."""
+    """One kind of place through ckptfs; a subclass for each protocol is defined below."""
 
     def _begin_process(self) -> None:
         super()._begin_process()
@@ -80,7 +80,7 @@ class CheckpointFileSystem(PlainFileSystem):
         )
 
     def _refuse_committed(self, uri: Uri) -> None:
-        """Shards and ``.metadata`` of another save have no place beside those of a committed one."""
+        """Refuse shards and ``.metadata`` of another save next to those of a committed one."""
         if self._is_committed(uri.parent):
             raise CommitConflictError(
                 "a committed checkpoint has this name",
@@ -99,7 +99,7 @@ class CheckpointFileSystem(PlainFileSystem):
     def cat_file(
         self, path: Any, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
-        """Bytes of a file, or a part of them."""
+        """Return the bytes of a file, or a part of them."""
         try:
             return super().cat_file(path, start, end, **kwargs)
         except FileNotFoundError:
@@ -113,8 +113,10 @@ class CheckpointFileSystem(PlainFileSystem):
             super().get_file(self._path_in_attempt(self._path(rpath)), lpath, **kwargs)
 
     def _path_in_attempt(self, path: str) -> str:
-        """Where a file of a committed checkpoint lies that was not projected: its committer died. Then
-        it is in the attempt, as for ckptfs's own readers. NotFoundError: it is nowhere.
+        """Return the path of a file of a committed checkpoint that was not projected.
+
+        Its committer died before that, so the file is in the attempt, where ckptfs's own readers
+        find it too. Raises NotFoundError if there is no such file.
         """
         uri = self._uri(path)
         deep = is_save_id(uri.parent.name)
@@ -138,7 +140,7 @@ class CheckpointFileSystem(PlainFileSystem):
                 plain.write(data)
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002
-        """As ``mkdir``, with its parents. A save by torch begins with it, on every rank."""
+        """Make a directory and its parents. Every rank of a save by torch calls this first."""
         self._arrivals.begin()
         super().makedirs(path, exist_ok)
 
@@ -154,7 +156,10 @@ class CheckpointFileSystem(PlainFileSystem):
             self._underlying.rm_file(path)
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:  # noqa: FBT001, FBT002
-        """Remove files; recursive: directories too. A committed checkpoint is deleted as a whole."""
+        """Remove files; with ``recursive``, directories too.
+
+        A committed checkpoint is deleted as a whole.
+        """
         names = path if isinstance(path, list | tuple | set) else [path]
         for one in [found for name in names for found in self._matching(self._path(name))]:
             waits = arrives(self._uri(one))
@@ -177,7 +182,7 @@ class CheckpointFileSystem(PlainFileSystem):
         uri = self._uri(path)
         todo: list[tuple[Uri, str | None]] = [(uri, None)]
         if is_save_id(uri.name):
-            # A program that empties a step name by name: without its data nothing is left of it.
+            # The program empties a step name by name: without its data the step is gone.
             todo.append((uri.parent, uri.name))
         for step, save_id in todo:
             if self._is_committed(step, save_id):
@@ -188,13 +193,13 @@ class CheckpointFileSystem(PlainFileSystem):
             self._underlying.rm(path, recursive=True)
 
     def _is_committed(self, step: Uri, save_id: str | None = None) -> bool:
-        """Whether the log of a run holds this name, as that save. Read-only."""
+        """Whether the log of a run has this name, as that save. Read-only."""
         if not step.name or not self._is_run(step.parent):
             return False
         return holds(step, options_for_storage(self._protocol, self._options), save_id)
 
     def mv(self, path1: Any, path2: Any, **kwargs: Any) -> None:
-        """Rename. Onto ``.metadata`` it is the commit of all files that arrived beside it."""
+        """Rename. A rename to ``.metadata`` commits all files that arrived with it."""
         source, target = self._path(path1), self._path(path2)
         uri = self._uri(source)
         if arrives(uri) and not self._underlying.exists(source):
@@ -216,8 +221,9 @@ class CheckpointFileSystem(PlainFileSystem):
     # -- what is there ----------------------------------------------------------------------
 
     def ls(self, path: Any, detail: bool = False, **kwargs: Any) -> list[Any]:  # noqa: FBT001, FBT002
-        """What lies directly there, without what is ckptfs's own or not committed yet: names, or with
-        ``detail`` what ``info`` says of each.
+        """List a directory, without what is ckptfs's own or not committed yet.
+
+        Returns names, or with ``detail`` what ``info`` returns for each.
         """
         path = self._path(path)
         with typed_errors("list", self._uri(path)):
@@ -238,7 +244,10 @@ class CheckpointFileSystem(PlainFileSystem):
     def _committed(
         self, path: str, seen: list[tuple[str, Any]], *, is_run: bool
     ) -> list[tuple[str, Any]]:
-        """Object stores: the data of an attempt have their final keys, in the step, from the start."""
+        """Leave out what is not committed.
+
+        On object stores the data of an attempt have their final keys, in the step, from the start.
+        """
         waiting: set[str] = set()
         if any(is_save_id(name) for name, _ in seen):
             waiting = set(on_the_way(self._storage(self._uri(path).parent)))
@@ -248,7 +257,7 @@ class CheckpointFileSystem(PlainFileSystem):
         return [(name, info) for name, info in seen if name not in waiting]
 
     def info(self, path: Any, **kwargs: Any) -> dict[str, Any]:
-        """Of a file or directory that is there: committed, or plain."""
+        """Return the description of a file or directory that is there: committed, or plain."""
         path = self._path(path)
         with typed_errors("stat", self._uri(path)):
             try:
@@ -259,7 +268,7 @@ class CheckpointFileSystem(PlainFileSystem):
                     "name": path,
                 }
         if self._is_bucket and found["type"] == "directory" and "/" in path:
-            self.ls(path)  # NotFoundError where only an attempt is there
+            self.ls(path)  # NotFoundError if only an attempt is there
         return found
 
 
@@ -285,12 +294,12 @@ class _Copying(DataWriter):
 
 
 class ChainedCheckpoints(CheckpointFileSystem, ChainedFileSystem):
-    """``ckptfs::s3://...``, and what fsspec makes of it."""
+    """``ckptfs::s3://...``, and the URLs that fsspec makes from it."""
 
     protocol = "ckptfs"
 
     def unstrip_protocol(self, name: str) -> str:
-        """The chained URL."""
+        """Return the chained URL."""
         return f"ckptfs::{self._protocol}://{self._path(name)}"
 
 

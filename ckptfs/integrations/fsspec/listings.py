@@ -1,4 +1,4 @@
-"""What fsspec remembers of a directory, for programs that look with fsspec and write with us."""
+"""fsspec's cached listings, for programs that list with fsspec and write with ckptfs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ __all__ = ["forget_listing"]
 
 
 def forget_listing(path: str) -> None:
-    """Have the filesystem that fsspec hands out for ``path``, as it is spelled, look at its directory
-    again. It would go on telling what was there before we wrote.
+    """Clear fsspec's cached listing of the directory of ``path``.
+
+    It is cleared in the filesystem that fsspec returns for ``path``, in this spelling. Otherwise
+    fsspec would keep listing what was there before the write.
     """
     if "://" in path:
-        with contextlib.suppress(ImportError, ValueError):  # no driver: nobody has looked with it
+        with contextlib.suppress(ImportError, ValueError):  # no driver: there is no listing
             fs, inner = url_to_fs(path)
             fs.invalidate_cache(inner.rpartition("/")[0])

@@ -4,11 +4,12 @@
     writes           ckptfs's storage: visible when closed, nothing after an exception (``files``)
     names            ckptfs+s3://bucket/key, or with the chain's prefix ckptfs::s3://bucket/key
 
-Users of stock's FsspecWriter pass raw URLs to every method, so each takes them.
+Users of stock's FsspecWriter pass raw URLs to every method, so each method accepts them.
 
-Methods stand twice, as fsspec wants it of a filesystem that is used inside an event loop (``fsspec.generic``,
-zarr): ``info`` works on the thread that calls it, ``_info`` is a coroutine that runs ``info`` on another
-thread. Methods for many files (``_get``, ``_copy``, ``_cat_ranges`` ...) are fsspec's own.
+Methods exist twice, as fsspec requires of a filesystem that is used inside an event loop
+(``fsspec.generic``, zarr): ``info`` works on the thread that calls it, ``_info`` is a coroutine
+that runs ``info`` on another thread. Methods for many files (``_get``, ``_copy``, ``_cat_ranges``
+...) are fsspec's own.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ __all__ = ["PlainFileSystem"]
 
 _CHUNK_BYTES = 4 << 20
 _TEXT = ("encoding", "errors", "newline")
-_DRAFT_BYTES = 64 << 20  # of a file that is edited; more of it lies beside the file, without a name
+_DRAFT_BYTES = 64 << 20  # in memory of an edited file; the rest is on disk without a name
 _AT_ONCE = 32  # calls from event loops; more wait
 
 
@@ -67,12 +68,12 @@ def _is_plain(path: str) -> bool:
 
 
 def _tidied(path: str) -> str:
-    """As ``Uri.parse`` reads it."""
+    """Return the path as ``Uri.parse`` reads it."""
     return "/".join(part for part in path.split("/") if part not in ("", "."))
 
 
 def _on_a_thread(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """The coroutine that belongs to the method ``name``."""
+    """Return the coroutine that belongs to the method ``name``."""
 
     async def call(self: PlainFileSystem, *args: Any, **kwargs: Any) -> Any:
         return await self.run_on_a_thread(getattr(self, name), *args, **kwargs)
@@ -82,14 +83,14 @@ def _on_a_thread(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
 
 
 class PlainFileSystem(AsyncFileSystem):
-    """The plain half of ``ckptfs+X://``. A subclass has ``protocol`` and ``target``, the X; one without
-    a target stands before another URL in a chain.
+    """The plain half of ``ckptfs+X://``.
 
-    storage_options: those of the bare protocol, flat or under its name. Errors are ckptfs's, which are
-    the OSErrors and ValueErrors that fsspec's callers expect. Picklable; instances serve any threads and
-    event loops.
+    A subclass has ``protocol`` and ``target``, the X; one without a target is the prefix of another
+    URL in a chain. The options are those of the bare protocol, flat or under its name. Errors are
+    ckptfs's, which are the OSErrors and ValueErrors that fsspec's callers expect. Picklable;
+    instances serve any threads and event loops.
 
-    asynchronous: made for callers inside an event loop; fsspec starts none of its own for it.
+    With ``asynchronous`` it is for callers inside an event loop; fsspec starts no loop for it.
     """
 
     target: ClassVar[str | None] = None
@@ -119,7 +120,7 @@ class PlainFileSystem(AsyncFileSystem):
         self._begin_process()
 
     def _begin_process(self) -> None:
-        # Clients and attempts are this process's own.
+        # Clients and attempts belong to one process.
         self._pid, self._lock = os.getpid(), ProcessLock()
         self._threads = Threads(_AT_ONCE, "ckptfs-fsspec")
         self._inner: AbstractFileSystem | None = None
@@ -133,11 +134,14 @@ class PlainFileSystem(AsyncFileSystem):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """Where fsspec runs coroutines of this filesystem; None if it was made for another loop."""
+        """fsspec's loop for coroutines of this filesystem; None if it was made for another loop."""
         return None if self.asynchronous else self._loop or get_loop()
 
     async def run_on_a_thread(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call it beside the running event loop. A call that has begun goes on when this is cancelled."""
+        """Call ``method`` on a thread while the event loop runs.
+
+        A call that has begun continues when this is cancelled.
+        """
         self._check_fork()
         context = contextvars.copy_context()
         call = functools.partial(context.run, method, *args, **kwargs)
@@ -205,7 +209,7 @@ class PlainFileSystem(AsyncFileSystem):
         return {} if bare is None else dict(bare._get_kwargs_from_urls(url))  # noqa: SLF001
 
     def unstrip_protocol(self, name: str) -> str:
-        """The URL that leads here again."""
+        """Return the URL that leads here again."""
         return f"ckptfs+{self._protocol}://{self._strip_protocol(name)}"
 
     @property
@@ -227,12 +231,15 @@ class PlainFileSystem(AsyncFileSystem):
     def _path(self, path: Any) -> str:
         found: str = self._strip_protocol(path) or self._fo
         if self._is_bucket and not _is_plain(found) and is_called_by_dcp():
-            # torch saves a checkpoint, and ``ckptfs.load`` will look for it by its URI.
+            # torch saves a checkpoint here, and ``ckptfs.load`` will find it by its URI.
             return _tidied(found)
         return found
 
     def _uri(self, path: str) -> Uri:
-        """Where it is. A key of an object store is what it is, with "//", "." and "?" in it."""
+        """Return the URI of a path.
+
+        A key of an object store is kept, with "//", "." and "?" in it.
+        """
         if not self._is_bucket:
             return Uri.parse(f"{self._protocol}://{path}")
         bucket, _, key = path.partition("/")
@@ -241,7 +248,7 @@ class PlainFileSystem(AsyncFileSystem):
         return dataclasses.replace(root, path=f"/{key}" if key else "")
 
     def to_dict(self, *, include_password: bool = False) -> dict[str, Any]:
-        """fsspec's description of this instance; credentials only where they are asked for."""
+        """Return fsspec's description of this instance; with credentials only on request."""
         found: dict[str, Any] = super().to_dict(include_password=True)
         return found if include_password else dict(without_secrets(found))
 
@@ -263,12 +270,12 @@ class PlainFileSystem(AsyncFileSystem):
         return open_storage(uri, options_for_storage(self._protocol, self._options))
 
     def _place(self, path: str) -> tuple[Storage, str]:
-        """A storage and a key in it: one client for each bucket, none for a directory."""
+        """Return a storage and a key in it: one client for each bucket, none for a directory."""
         uri = self._uri(path)
         if uri.is_local:
             return self._storage(uri.parent), uri.name
         root = dataclasses.replace(uri, path="" if uri.authority else "/")
-        self._check_fork()  # clients of the parent's, and a lock that another thread of it holds
+        self._check_fork()  # drops the parent's clients, and a lock that its thread may hold
         with self._lock:
             if root.full not in self._storages:
                 self._storages[root.full] = self._storage(root)
@@ -277,7 +284,10 @@ class PlainFileSystem(AsyncFileSystem):
     # -- files ---------------------------------------------------------------------------
 
     def open(self, path: Any, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
-        """As fsspec's. Writing is whole or not at all: an exception inside ``with`` leaves nothing."""
+        """Open a file as fsspec does.
+
+        A write is whole or not at all: an exception in ``with`` leaves nothing.
+        """
         compression = kwargs.get("compression")
         if "b" not in mode and ("r" not in mode or "+" in mode):
             text = {name: kwargs.pop(name) for name in _TEXT if name in kwargs}
@@ -310,11 +320,11 @@ class PlainFileSystem(AsyncFileSystem):
         return file
 
     def _edited(self, path: str, mode: str, uri: Uri, *, autocommit: bool) -> EditedFile:
-        """A file that is read and written anywhere in it, and replaced when it is closed."""
+        """Return a file that is read and written anywhere in it, and replaced when it is closed."""
         draft = tempfile.SpooledTemporaryFile(_DRAFT_BYTES, dir=self._parent(path))  # noqa: SIM115
         try:
             if mode == "r+b":
-                autocommit = True  # fsspec's transactions commit no file that was opened to be read
+                autocommit = True  # fsspec's transactions do not commit files opened for reading
                 with self._underlying.open(path, "rb") as source:
                     shutil.copyfileobj(source, draft, _CHUNK_BYTES)
                 draft.seek(0)
@@ -332,8 +342,9 @@ class PlainFileSystem(AsyncFileSystem):
         return DurableWriter(*self._place(path))
 
     def _creating(self, path: str, uri: Uri) -> DataWriter:
-        """A new file. Its bytes are held in memory until it is closed: of several creators the first to
-        close wins, the others get AlreadyExistsError.
+        """Return a writer for a new file, with its bytes held in memory until it is closed.
+
+        Of several creators the first to close wins; the others get AlreadyExistsError.
         """
         if self.exists(path):
             raise AlreadyExistsError("it exists", uri=uri)
@@ -349,13 +360,13 @@ class PlainFileSystem(AsyncFileSystem):
         staging = f"{home}/" * bool(home) + f".partial-{secrets.token_hex(8)}"
 
         def create(data: bytes) -> None:
-            storage.make_dir(home)  # an empty step directory makes room for its committed one
+            storage.make_dir(home)  # a commit may have removed the empty step directory
             storage.create(key, data, staging=staging)
 
         return HeldWriter(create)
 
     def put_file(self, lpath: Any, rpath: Any, *args: Any, **kwargs: Any) -> None:
-        """Upload one file; mode="create": only if nothing stands there."""
+        """Upload one file; mode="create": only if there is none."""
         if kwargs.get("mode") != "create" or os.path.isdir(lpath):
             super().put_file(lpath, rpath, *args, **kwargs)
             return
@@ -378,14 +389,14 @@ class PlainFileSystem(AsyncFileSystem):
     def cat_file(
         self, path: Any, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
-        """Bytes of a file, or a part of them."""
+        """Return the bytes of a file, or a part of them."""
         path = self._path(path)
         with typed_errors("read", self._uri(path)):
             found: bytes = self._underlying.cat_file(path, start=start, end=end, **kwargs)
         return found
 
     def get_file(self, rpath: Any, lpath: Any, **kwargs: Any) -> None:
-        """Download one file, into directories that are made; of a directory, make it."""
+        """Download one file, making its directories; for a directory, make that."""
         if self.isdir(rpath):
             os.makedirs(lpath, exist_ok=True)
             return
@@ -409,7 +420,10 @@ class PlainFileSystem(AsyncFileSystem):
         prefix: str = "",
         **kwargs: Any,
     ) -> Any:
-        """All files below. prefix: only those whose path goes on with it, after ``path`` and a slash."""
+        """Return all files below ``path``.
+
+        With ``prefix``, only those with a path that begins with ``path``, a slash and the prefix.
+        """
         top = self._path(path)
         begin = f"{top.rstrip('/')}/{prefix}" if prefix else ""
         folder = begin.rpartition("/")[0] if "/" in prefix else top
@@ -424,7 +438,7 @@ class PlainFileSystem(AsyncFileSystem):
     # -- names that come and go ----------------------------------------------------------------
 
     def mkdir(self, path: Any, create_parents: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
-        """A directory; on object stores a bucket, and nothing where there is a key."""
+        """Make a directory; on object stores make a bucket, and nothing if there is a key."""
         path = self._path(path)
         if self._is_bucket:
             if "/" not in path:
@@ -436,7 +450,7 @@ class PlainFileSystem(AsyncFileSystem):
         self.makedirs(path)
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002
-        """As ``mkdir``, with its parents."""
+        """Make a directory and its parents."""
         path = self._path(path)
         if self._is_bucket:
             if "/" not in path and not (exist_ok and self._underlying.exists(path)):
@@ -447,14 +461,17 @@ class PlainFileSystem(AsyncFileSystem):
         self._storage(self._uri(path)).make_dir("")
 
     def rmdir(self, path: Any) -> None:
-        """Remove an empty directory or bucket; nothing where there is a key of an object store."""
+        """Remove an empty directory or bucket; do nothing for a key of an object store."""
         path = self._path(path)
         if not self._is_bucket or "/" not in path:
             with typed_errors("remove", self._uri(path)):
                 self._underlying.rmdir(path)
 
     def touch(self, path: Any, truncate: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
-        """An empty file. truncate=False: what is there stays, on a disk with the time of now."""
+        """Make an empty file.
+
+        With truncate=False a file that is there stays, on a disk with a new time.
+        """
         path = self._path(path)
         if truncate or not self.exists(path):
             with self.open(path, "wb", **kwargs):
@@ -464,7 +481,7 @@ class PlainFileSystem(AsyncFileSystem):
         self._underlying.touch(path, truncate=False)
 
     def lexists(self, path: Any, **kwargs: Any) -> bool:
-        """As ``exists``; on a disk a link that leads nowhere is there too."""
+        """Whether it exists; on a disk a link that leads nowhere exists too."""
         if not self._is_local:
             return self.exists(path, **kwargs)
         return os.path.lexists(self._path(path))
@@ -474,7 +491,7 @@ class PlainFileSystem(AsyncFileSystem):
         return self._is_local and os.path.islink(self._path(path))
 
     def exists(self, path: Any, **kwargs: Any) -> bool:
-        """Whether it is there; errors other than its absence are raised."""
+        """Whether it exists; errors other than its absence are raised."""
         try:
             self.info(path, **kwargs)
         except FileNotFoundError:
@@ -482,11 +499,11 @@ class PlainFileSystem(AsyncFileSystem):
         return True
 
     def created(self, path: Any) -> Any:
-        """When it was made, where the place tells."""
+        """Return when it was made, if the place knows."""
         return self._underlying.created(self._path(path))
 
     def modified(self, path: Any) -> Any:
-        """When it was last written."""
+        """Return when it was last written."""
         return self._underlying.modified(self._path(path))
 
     def invalidate_cache(self, path: Any = None) -> None:

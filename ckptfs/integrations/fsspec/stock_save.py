@@ -1,11 +1,12 @@
 """Stock DCP files that arrived one by one, committed: what moving ``.metadata`` into place means.
 
-    .metadata.tmp   as torch's writer wrote it: items lie in __0_0.distcp, __1_0.distcp ...
+    .metadata.tmp   as torch's writer wrote it: items are in __0_0.distcp, __1_0.distcp ...
     check           each of these files arrived, and is at least as long as its items need
     .metadata       the same with <save_id>/__0_0.distcp, sealed by the ordinary commit
 
-What is missing is IncompleteCheckpointError, and nothing becomes visible. The pickle is read by the
-allow-list of ``metadata.py``; extensions' descriptors and the planner's data stay as they are.
+If something is missing, that is an IncompleteCheckpointError, and nothing becomes visible. The
+pickle is read by the allow-list of ``metadata.py``; extensions' descriptors and the planner's data
+are not changed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ckptfs.storage.threads import Threads
 
 __all__ = ["ARRIVED", "ARRIVES", "commit_arrived", "missing", "needed"]
 
-# Where metadata waits that was written in place, and all that only waits for the commit.
+# The name under which metadata waits that was written in place, and all names that wait for the commit.
 ARRIVED = ".metadata.arrived"
 ARRIVES = re.compile(r"[^/]+\.distcp|\.metadata\.(tmp|arrived)|__\d+\.metadata(\.tmp)?")
 
@@ -43,11 +44,12 @@ _STATS_AT_ONCE = 16  # a thousand ranks' files are a thousand requests on an obj
 
 
 def commit_arrived(joined: Joined, metadata_file: str, *, replace: bool) -> Committed:
-    """Local. Commit what arrived, as the staged ``metadata_file`` describes it.
+    """Commit what arrived, as the staged ``metadata_file`` describes it. Local.
 
-    replace: an older checkpoint of the name goes after the commit; it stays until then. Committed,
-    durable and projected when it returns. IncompleteCheckpointError, ManifestError,
-    CommitConflictError, FencedError, RunBusyError: nothing of it is visible, and it is given up.
+    With ``replace``, the commit replaces an older checkpoint of the name, which stays until then.
+    When this returns, the checkpoint is committed, durable and projected. After
+    IncompleteCheckpointError, ManifestError, CommitConflictError, FencedError or RunBusyError
+    nothing of it is visible, and it is given up.
     """
     name, storage = joined.keys.name, joined.seat.storage
     where = storage.uri(name)
@@ -57,7 +59,7 @@ def commit_arrived(joined: Joined, metadata_file: str, *, replace: bool) -> Comm
         _refuse_unwritten(metadata, where)
         sizes = _sizes(joined, _needs(metadata))
         _refuse_missing(joined, _needs(metadata), sizes)
-        # Of an earlier try with fewer files, or without a part of the ranks: not of this save.
+        # Left by an earlier try with fewer files, or without some of the ranks: not part of this save.
         spare = [f for f in joined.files() if f not in sizes and ARRIVES.fullmatch(f)]
         storage.remove_many([joined.key(file) for file in spare])
         records = tuple(
@@ -76,15 +78,16 @@ def commit_arrived(joined: Joined, metadata_file: str, *, replace: bool) -> Comm
 
 
 def missing(joined: Joined, metadata_file: str) -> list[str]:
-    """Local. Files that the staged ``metadata_file`` refers to and that have not arrived whole."""
+    """Return the files that ``metadata_file`` refers to and that have not arrived whole. Local."""
     raw = read_limited(joined.seat.storage, joined.key(metadata_file))
     needs = _needs(decode_metadata(raw, joined.seat.storage.uri(joined.keys.name)))
     return _short(needs, _sizes(joined, needs))
 
 
 def needed(data: bytes, where: object) -> Mapping[str, int] | None:
-    """The files that a stock ``.metadata`` refers to, and how long each has to be, in bytes; None where
-    it is nothing of DCP's, or names classes that are not read.
+    """Return the files that a stock ``.metadata`` refers to, and the bytes that each has to have.
+
+    None if it is not DCP's, or names classes that are not read.
     """
     try:
         return _needs(decode_metadata(data, where))
@@ -93,7 +96,7 @@ def needed(data: bytes, where: object) -> Mapping[str, int] | None:
 
 
 def _needs(metadata: Metadata) -> dict[str, int]:
-    """The files that items lie in, and how long each has to be, in bytes."""
+    """Return the files that have items, and the bytes that each has to have at least."""
     needs: dict[str, int] = {}
     for info in metadata.storage_data.values():
         end = info.offset + info.length
@@ -141,7 +144,7 @@ def _refuse_missing(
 
 
 def _refuse_unwritten(metadata: Metadata, where: object) -> None:
-    """torch's writer forgets items whose thread failed, and calls the save a success."""
+    """Refuse a save without all its items: torch's writer ignores items of a thread that failed."""
     lost: list[str] = []
     for key, value in metadata.state_dict_metadata.items():
         items = (

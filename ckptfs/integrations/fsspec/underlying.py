@@ -1,10 +1,11 @@
 """The fsspec filesystem below a ``ckptfs+X://`` URL: what reads, lists and moves plain files.
 
-    file s3 gs az ...       fsspec's own implementation, its listing cache off: others write there too
+    file s3 gs az ...       fsspec's own implementation without its listing cache: others write there too
     memory hdfs and others  ``StorageView``: ckptfs's backend, read through fsspec
 
-Options are one flat mapping for both: ours (``storage.options``) are taken out for fsspec's, fsspec's
-own (caches, event loops) for ours. MissingDriverError where a library is not installed.
+The options are one flat mapping for both. ckptfs's options (``storage.options``) are removed for
+fsspec, and fsspec's own (caches, event loops) for ckptfs. MissingDriverError if a library is not
+installed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _SECRET = re.compile(r"key|secret|token|passw|cred|sas|connection_string|signatu
 
 
 def fsspec_class(protocol: str) -> type[AbstractFileSystem] | None:
-    """fsspec's class, None where a view serves or its library is missing."""
+    """Return fsspec's class; None if a view is used instead, or its library is missing."""
     if protocol not in OBJECT_STORES and protocol not in ("file", "local"):
         return None
     try:
@@ -64,7 +65,7 @@ def fsspec_class(protocol: str) -> type[AbstractFileSystem] | None:
 
 
 def open_underlying(protocol: str, options: Mapping[str, Any]) -> AbstractFileSystem:
-    """A filesystem over the bare protocol. MissingDriverError."""
+    """Return a filesystem over the bare protocol. Raises MissingDriverError."""
     if protocol in ("file", "local"):
         return fsspec.filesystem("file", auto_mkdir=options.get("auto_mkdir", True))
     if protocol not in OBJECT_STORES:
@@ -82,25 +83,25 @@ def open_underlying(protocol: str, options: Mapping[str, Any]) -> AbstractFileSy
 
 @contextlib.contextmanager
 def typed_errors(action: str, uri: Uri) -> Iterator[None]:
-    """Inside, what a library raises that is no OSError (no credentials, say) becomes one."""
+    """Turn other exceptions of a library, such as for missing credentials, into StorageError."""
     try:
         yield
     except (OSError, CkptfsError):
         raise
-    except Exception as error:  # noqa: BLE001 - the edge where all become typed
+    except Exception as error:  # noqa: BLE001 - here all errors become typed
         text = mask_credentials(f"{type(error).__name__}: {error}")
         raise StorageError(f"{action} failed: {text}", uri=uri) from None
 
 
 def options_for_storage(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that ``open_storage`` takes of what a filesystem was made with."""
+    """Return the options of a filesystem that ``open_storage`` takes."""
     if protocol in ("file", "local"):
         return {}
     return {name: value for name, value in options.items() if name not in _FSSPECS_OWN}
 
 
 def without_secrets(options: Any) -> Any:
-    """The same nested options without values whose names look like credentials."""
+    """Return the same nested options without values that have the name of a credential."""
     if isinstance(options, Mapping):
         return {
             name: without_secrets(value)
@@ -113,7 +114,7 @@ def without_secrets(options: Any) -> Any:
 
 
 class StorageView(AbstractFileSystem):
-    """Files of ``protocol`` through ``open_storage``. Not cached: whoever holds it caches it."""
+    """Files of ``protocol`` through ``open_storage``. fsspec does not cache it; its holder does."""
 
     cachable = False
 
@@ -131,7 +132,7 @@ class StorageView(AbstractFileSystem):
         return storage, uri.path.lstrip("/")
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Name, size in bytes and type. NotFoundError."""
+        """Return name, size in bytes and type. Raises NotFoundError."""
         del kwargs
         storage, key = self._at(path)
         if not key:
@@ -145,7 +146,7 @@ class StorageView(AbstractFileSystem):
         return _info(path, found.size_bytes, is_dir=found.is_dir)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:  # noqa: FBT001, FBT002
-        """What lies directly below; a file lists itself."""
+        """Return what is directly below; a file lists itself."""
         del kwargs
         storage, key = self._at(path)
         info = self.info(path)
@@ -163,7 +164,7 @@ class StorageView(AbstractFileSystem):
         return io.BufferedReader(_Raw(storage.open_read(key)), 1 << 20)
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
-        """Make it and its parents."""
+        """Make a directory and its parents."""
         del create_parents, kwargs
         storage, key = self._at(path)
         storage.make_dir(key)
@@ -179,7 +180,7 @@ class StorageView(AbstractFileSystem):
         storage.remove(key)
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:  # noqa: FBT001, FBT002
-        """Remove one file, or all below a directory."""
+        """Remove one file, or with ``recursive`` everything below a directory."""
         del maxdepth
         storage, key = self._at(path)
         if self.info(path)["type"] == "file":
