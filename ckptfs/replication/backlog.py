@@ -2,13 +2,13 @@
 
     primary   commit order    10   20   30   40   50   60
     copy                      10   20                        holds these, by their origin
-    pending                             30   40   50   60    came after the last that it holds
+    pending                             30   40   50   60    committed after the last that it holds
     Keep(latest=2)                                50   60    what the copy's own retention would keep
     every="latest"                                     60
 
-Copies are made in commit order and never out of it: a copy that an older save reached later would
-name that one its latest. So what was skipped is settled, and so is what could not be copied because
-it is damaged where it lies.
+Copies are made in commit order and never out of it: if an older save reached a copy later, the copy
+would name that one its latest. Therefore a save that was skipped is settled and never copied, and
+so is one that could not be copied because it is damaged at the source.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 
 class Every(Enum):
-    """Which of several saves that wait are copied."""
+    """Which of several waiting saves are copied."""
 
     ALL = "all"  # all that the copy's retention would keep
     LATEST = "latest"  # the newest of each kind
@@ -57,7 +57,13 @@ class Every(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """keep: the copy's retention. mine: whether a save is the manager's, as for retention."""
+    """What a copy keeps.
+
+    Attributes:
+        keep: The copy's retention.
+        every: Which of several waiting saves are copied.
+        mine: Whether a save is the manager's, as for retention.
+    """
 
     keep: Keep
     every: Every
@@ -66,7 +72,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """One save to copy, and the id that it gets there."""
+    """One save to copy, and its id in the copy."""
 
     seal: Seal
     save_id: str
@@ -74,22 +80,27 @@ class One:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """The last save, in the primary's commit order, that a copy ever held. key: its place; None where
-    there was none.
+    """The last save, in the primary's commit order, that a copy ever held.
+
+    ``key`` is its place in that order; None if the copy never held one.
     """
 
     key: Key | None = None
 
     def with_save(self, seal: Seal, primary: Views) -> Reached:
-        """After that one was copied."""
+        """Return how far the copy is once ``seal`` was copied."""
         key = order_key(seal, primary)
         return Reached(key if self.key is None else max(self.key, key))
 
 
 @dataclass(frozen=True, slots=True)
 class Todo:
-    """What to copy, oldest commit first; settled: live saves of the primary that need no copy (any
-    more). reached: before that.
+    """What to copy next.
+
+    Attributes:
+        copies: Oldest commit first.
+        settled: Live saves of the primary that need no copy, or no longer.
+        reached: How far the copy was before that.
     """
 
     copies: tuple[One, ...] = ()
@@ -98,8 +109,10 @@ class Todo:
 
 
 def fresh_id(origin: str, views: Views, tried: Collection[str] = ()) -> str:
-    """The id of the next try to copy a save: the save's own the first time, so that the copy has its
-    paths and names. Once a try began, that id is spent: an abort of it voids every later seal.
+    """Return the id of the next try to copy a save.
+
+    The first try uses the save's own id, so that the copy has the same paths and names. Once a try
+    began, its id is spent: an abort of it voids every later seal.
     """
     if origin not in tried and all(origin not in view.saves for view in views.values()):
         return origin
@@ -115,10 +128,11 @@ def plan_copies(
     tried: Collection[str] = (),
     before: Reached | None = None,
 ) -> Todo:
-    """What to copy next, by the folded logs of both places.
+    """Return what to copy next, by the folded logs of both places.
 
-    given_up: save_ids that cannot be copied. tried: ids of copies that this process began. before: how
-    far the copy came when it was last planned for; without it both logs are walked from their beginning.
+    ``given_up`` are save_ids that cannot be copied. ``tried`` are ids of copies that this process
+    began. ``before`` is how far the copy was at the last plan; without it both logs are read from
+    their beginning.
     """
     catalogued = catalog(primary)
     lives = [live.seal for live in catalogued]
@@ -141,8 +155,10 @@ def plan_copies(
 
 
 def reached(primary: Views, copy: Views, before: Reached | None = None) -> Reached:
-    """How far the copy came. Of what is new since ``before``, only what lives in it can have been
-    copied: whoever copies holds the copy's run.
+    """Return how far the copy is.
+
+    Of what is new since ``before``, only live saves can have been copied, because the copying job
+    owns the copy's run.
     """
     ids = living(copy) if before else {save_id for view in copy.values() for save_id in view.saves}
     came = before or Reached()
@@ -158,7 +174,7 @@ def reached(primary: Views, copy: Views, before: Reached | None = None) -> Reach
 
 
 def _kept(wanted: Sequence[Seal], copy: Views, policy: Policy) -> set[str]:
-    """What of these the copy would keep, once all of them were there."""
+    """Return which of these saves the copy would keep once all of them were there."""
     there = [live.seal for live in catalog(copy)]
     after = plan_retention(_log_of([*there, *wanted]), policy.keep, policy.mine)
     going = {gone.seal.save_id for gone in after.going}
@@ -166,7 +182,7 @@ def _kept(wanted: Sequence[Seal], copy: Views, policy: Policy) -> set[str]:
 
 
 def _log_of(seals: Sequence[Seal]) -> Views:
-    """A log in which these saves were committed in this order."""
+    """Return a log in which these saves were committed in this order."""
     place = "copy"
     saves = {}
     for at, seal in enumerate(seals):

@@ -1,15 +1,16 @@
-"""One committed checkpoint once more, at another place: collective, whole or not at all.
+"""One committed checkpoint, copied to another place: collective, whole or not at all.
 
-    Original    the source as its catalog describes it: sealed in a log, or lying there without one
+    Original    the source as its catalog describes it: sealed in a log, or without a log
     find_held   every rank finds the save's files on its own disk; each listed domain is found by some rank
     begin       an attempt at the target, as for any save
     write       each file by one rank that sees it, compared with its digests on the way
     seal        the target's ordinary commit                        -> SaveResult
 
-Shards that lie on the disks of several nodes become one checkpoint by this: on shared storage the copy is
-one domain, with one ``.metadata`` that points to one of the nodes' copies of what is replicated. Stock torch
-opens it. A source that is damaged is never committed as a copy. What no log vouches for is believed as
-``ckptfs.load`` believes it: by its manifest, or, where stock torch wrote it, by its ``.metadata``.
+This makes one checkpoint from shards that are on the disks of several nodes. On shared storage the
+copy is one domain with one ``.metadata``, which points to one node's copy of everything replicated,
+and stock torch opens it. A damaged source is never committed as a copy. A source without a log is
+trusted as ``ckptfs.load`` trusts it: by its manifest, or by its ``.metadata`` if stock torch wrote
+it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """What is copied. name: in its run; of a part ``step_100/actor``. seal: None where no log knows it."""
+    """What is copied.
+
+    Attributes:
+        name: Its name in its run; that of a part is ``step_100/actor``.
+        seal: None if no log lists it.
+    """
 
     name: str
     seal: Seal | None = None
@@ -83,9 +89,12 @@ class Original:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is copied, the same on all ranks but for ``found``: None on ranks that see none of it.
+    """Where the files to copy are. The same on all ranks except for ``found``.
 
-    readers: the ranks that see the files of a listed domain; None: files that each of them has.
+    Attributes:
+        found: The save as this rank found it; None on ranks that see none of it.
+        readers: The ranks that see the files of each listed domain; None: files that each of them
+            has.
     """
 
     manifest: Manifest
@@ -100,7 +109,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one rank tells: owners send the manifest, for ranks that find none."""
+    """What one rank reports. Owners send the manifest, for ranks that find none."""
 
     found: bool
     manifest: Manifest | None
@@ -108,15 +117,16 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """The manifest, where some rank has found none by itself."""
+    """The manifest, if some rank has found none by itself."""
 
     manifest: Manifest | None
 
 
 def find_held(source: Seat, original: Original) -> Held:
-    """Collective. Where all of it lies.
+    """Find all files of a checkpoint. Collective.
 
-    IncompleteCheckpointError: files of it, or a domain, are missing, and which nodes hold them.
+    Raises IncompleteCheckpointError if files or a domain are missing; it names the nodes that hold
+    them.
     """
     if original.seal is None:
         return _find_unlogged(source, original.name)
@@ -131,7 +141,7 @@ def _find_sealed(source: Seat, seal: Seal) -> Held:
 
     def look() -> _Seen:
         if source.placement.mine.id not in seal.domains:
-            return _Seen(found=False, manifest=None)  # a node that came later
+            return _Seen(found=False, manifest=None)  # this node joined after the save
         kept.append(_found_here(source, seal))
         return _Seen(found=True, manifest=kept[0].manifest if source.placement.is_owner else None)
 
@@ -141,7 +151,7 @@ def _find_sealed(source: Seat, seal: Seal) -> Held:
         lost = [d for d in seal.domains if d not in here]
         if lost or manifest is None:
             raise _lost(lost, manifest, source, seal)
-        # They are equal by the sealed digest; thousands of ranks need not be sent one.
+        # All manifests are equal by the sealed digest, so it is not sent to thousands of ranks.
         return _Shown(None if all(a.found for a in answers) else manifest)
 
     shown = source.control.step("find the source", look, decide)
@@ -209,10 +219,10 @@ def _find_unlogged(source: Seat, name: str) -> Held:
 
 
 def stock_manifest(storage: Storage, name: str) -> Manifest:
-    """Local. A plain DCP checkpoint as a manifest would describe it. Its id is made of what it
-    consists of, so that the same one gets the same.
+    """Return a manifest that describes a plain DCP checkpoint. Local.
 
-    IncompleteCheckpointError: a file of it is missing, or too short.
+    Its id is made from the content, so that the same checkpoint always gets the same id. Raises
+    IncompleteCheckpointError if a file is missing or too short.
     """
     raw = read_limited(storage, f"{name}/.metadata")
     metadata = decode_metadata(raw, storage.uri(name))
@@ -234,7 +244,10 @@ def stock_manifest(storage: Storage, name: str) -> Manifest:
 
 
 def _look(storage: Storage, key: str) -> tuple[int, str]:
-    """A file's size, and what changes when it is written again: retraining uses the same names."""
+    """Return a file's size, and a value that changes when the file is written again.
+
+    Retraining uses the same names.
+    """
     try:
         found = storage.stat(key)
     except NotFoundError as error:
@@ -247,9 +260,15 @@ def _look(storage: Storage, key: str) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How files are copied. jobs: at once, by each rank. kept: what is on its way outlives this
-    process. stopped: set by any thread of any rank to give up between two reads. shows: somebody waits
-    for it in a terminal. tally: this rank's. follow_links: copy what links in a checkpoint lead to.
+    """How files are copied.
+
+    Attributes:
+        jobs: How many files each rank copies at once.
+        kept: What was copied of an unfinished file outlives this process.
+        stopped: Set by any thread of any rank, to give up between two reads.
+        shows: Draw progress in a terminal.
+        tally: This rank's counts.
+        follow_links: Copy the targets of symbolic links in a checkpoint.
     """
 
     jobs: int = 1
@@ -260,7 +279,7 @@ class Manner:
     follow_links: bool = False
 
     def readable(self, storage: Storage, home: str, rank: int) -> Readable:
-        """Where a rank reads the files of a source."""
+        """Return where a rank reads the files of a source."""
         return Readable(storage if self.follow_links else storage.refusing_links(home), home, rank)
 
 
@@ -275,20 +294,20 @@ def copy_checkpoint(
     stopped: threading.Event | None = None,
     shows: bool = False,
 ) -> SaveResult:
-    """Collective. Copy a committed save to another run; committed and durable when it returns.
+    """Copy a committed save to another run. Collective; committed and durable when it returns.
 
-    source, target: seats of the same ranks with one control; the source is only read. seal: of the
-    save, as the source's catalog has it. run: the generation of the target's held run, which may
-    replace an older save of the name; None is exclusive by name. name, save_id: in the target, None
-    for those of the source. An id that was tried there and aborted is spent: pass a fresh one.
-    stopped: set by any thread of any rank to give up between two reads. shows: somebody waits for it
-    in a terminal, and rank 0 draws how far its share has come.
+    ``source`` and ``target`` are seats of the same ranks with one control; the source is only read.
+    ``seal`` is the save's, as the source's catalog has it. ``run`` is the generation of the
+    target's held run, which may replace an older save of the name; with None the name must be free.
+    ``name`` and ``save_id`` are those in the target; None: as in the source. An id that was tried
+    there and aborted is spent: pass a fresh one. ``stopped`` is set by any thread of any rank to
+    give up between two reads. With ``shows``, rank 0 draws the progress of its share in a terminal.
 
-    IncompleteCheckpointError: files of it, or a domain, are missing. What single ranks meet is a
-    CollectiveError on all, with IntegrityError in its ``failures`` where the source is damaged.
-    Otherwise as for ``ckptfs.save``: after an error or a crash the target is as it was.
-    Files with plain names are never replaced: CommitConflictError where the name is taken. A checkpoint
-    that consists of parts is ``copy_parts``' business.
+    Raises IncompleteCheckpointError if files or a domain are missing. An error of single ranks is a
+    CollectiveError on all, with IntegrityError in its ``failures`` if the source is damaged. Files
+    with plain names are never replaced: CommitConflictError if the name is taken. Other errors are
+    those of ``ckptfs.save``. After an error or a crash the target is as it was. For a checkpoint of
+    parts, use ``copy_parts``.
     """
     started = time.perf_counter()
     control = source.control
@@ -306,9 +325,9 @@ def copy_checkpoint(
 def spec_of(
     held: Held, seal: Seal | None, name: str, run: Generation | None, save_id: str
 ) -> SaveSpec:
-    """What the copy is to be: as the original, under its name and id there."""
+    """Return what the copy will be: like the original, under its own name and id."""
     manifest = held.manifest
-    plain = manifest.artifact is Kind.DIRECTORY  # whose files' names no two saves share
+    plain = manifest.artifact is Kind.DIRECTORY  # no two saves may share the names of its files
     return SaveSpec(
         name,
         manifest.step,
@@ -324,8 +343,9 @@ def spec_of(
 
 
 def copy_files(source: Seat, held: Held, attempt: Attempt, manner: Manner = Manner()) -> Committed:
-    """Collective. The save ``attempt``, of the files that ``held`` tells; committed when it returns.
-    Errors as for ``copy_checkpoint``.
+    """Commit the save ``attempt`` from the files in ``held``.
+
+    Collective; committed when it returns. Errors are those of ``copy_checkpoint``.
     """
 
     def write() -> WrittenPart:
@@ -355,11 +375,12 @@ def copy_parts(
     manner: Manner,
     replaces: bool = False,
 ) -> Committed:
-    """Collective. Copy a checkpoint of parts, as the parts that it had, into a held run of the same ranks.
+    """Copy a checkpoint of parts, with the same parts, into a held run of the same ranks.
 
-    They must see all of its parts. save_id: in the target, one that was not tried there. replaces: an
-    older save of the name. Committed when it returns; errors as for ``copy_checkpoint``. An interrupted
-    copy begins anew: its parts are gone with it, or the next owner of the target removes them.
+    Collective. The ranks must see all of its parts. ``save_id`` is the id in the target, and must
+    not have been tried there. ``replaces`` allows the copy to replace an older save of the name.
+    The copy is committed when this returns. Errors are those of ``copy_checkpoint``. An interrupted
+    copy starts over: its parts are gone, or the next owner of the target removes them.
     """
     if manner.stopped is not None:
         stopped = manner.stopped
@@ -390,7 +411,7 @@ def _copy_each_part(
     source: Seat, seal: Seal, target: Run, ticket: Ticket, manner: Manner
 ) -> list[SealedPart]:
     sealed = []
-    # A part's id is spent by its abort, like that of any save: a further try needs others.
+    # An abort spends a part's id, like that of any save: the next try needs other ids.
     again = ticket.save_id.partition(AGAIN)[2]
     for ref in seal.parts:
         one = piece(seal, ref)
@@ -408,13 +429,13 @@ def _copy_each_part(
 
 @contextmanager
 def _files_of_the_whole(source: Seat, seal: Seal, manner: Manner) -> Iterator[str | None]:
-    """A local directory with the files that lie beside the parts; None where there are none."""
+    """Yield a local directory with the files that are in no part; None if there are none."""
 
     def listed() -> tuple[str, tuple[FileRecord, ...]]:
         try:
             found = drive(find(seal, source.caps.shape, source.storage.root), source.storage)
         except NotFoundError:
-            return "", ()  # its home is a disk that this node does not see
+            return "", ()  # it is on a disk that this node does not see
         return found.home, () if found.manifest is None else found.manifest.files
 
     home, files = listed() if source.placement.mine.id in seal.domains else ("", ())
@@ -448,7 +469,10 @@ def _check_stopped(stopped: threading.Event, source: Seat, seal: Seal) -> None:
 
 
 def _write(source: Seat, held: Held, attempt: Attempt, manner: Manner) -> WrittenPart:
-    """Local. This rank's share of the files, and where it is asked to, its domain's metadata."""
+    """Copy this rank's share of the files, with its domain's metadata if it must send that.
+
+    Local.
+    """
     found, rank = held.found, source.control.rank
     if found is None:
         return WrittenPart(())
@@ -474,20 +498,23 @@ def _write(source: Seat, held: Held, attempt: Attempt, manner: Manner) -> Writte
 
 
 def _place(attempt: Attempt, *, kept: bool) -> Writable:
-    """Where files of an attempt go. Plain names keep theirs; on object stores these are final."""
+    """Return where files of an attempt go.
+
+    Plain names are kept; on object stores they are final before the commit.
+    """
     domain, is_object = attempt.seat.placement.mine.id, attempt.keys.shape is Shape.OBJECT
     storage, save_id = attempt.storage, attempt.save_id
     if attempt.spec.artifact is not Kind.DIRECTORY:
         return Writable(storage, attempt.prefix, save_id, domain, kept=kept)
     guard = PlainNames(attempt) if is_object else None
     if guard is not None:
-        guard.check()  # before the files too: a conflict costs no upload
+        guard.check()  # before the files as well, so that a conflict costs no upload
     prefix, held_by = f"{attempt.directory}/", None if is_object else domain
     return Writable(storage, prefix, save_id, held_by, plain=True, guard=guard, kept=kept)
 
 
 def _tellers(held: Held, target: Seat) -> set[int]:
-    """The ranks that send their domain's metadata: one, where the copy is one domain."""
+    """Return the ranks that send their domain's metadata: one rank if the copy is one domain."""
     if len(target.placement.domains) == 1:
         return {min(held.everybody)}
     return {min(ranks) for ranks in held.readers.values()}
@@ -496,8 +523,9 @@ def _tellers(held: Held, target: Seat) -> set[int]:
 def _moved(
     metadata: Metadata, tasks: Sequence[CopyTask], manifest: Manifest, attempt: Attempt
 ) -> Metadata:
-    """The source's metadata with the paths of the copy. IncompleteCheckpointError: it points to what
-    is not copied.
+    """Return the source's metadata with the paths of the copy.
+
+    Raises IncompleteCheckpointError if it points to a file that is not copied.
     """
     copied = {t.record.path: t.record for t in tasks}
     for index, info in metadata.storage_data.items():
@@ -520,7 +548,7 @@ def _moved(
 
 
 def _finish(parts: Sequence[WrittenPart], held: Held, attempt: Attempt) -> dict[str, SmallFile]:
-    """``.metadata`` of the copy, after everything that was to be copied is known to be there."""
+    """Return the ``.metadata`` of the copy, once every file to copy is known to be there."""
     _check_all_copied(parts, held.manifest, attempt)
     if attempt.spec.artifact is Kind.DIRECTORY:
         return {}
@@ -566,7 +594,7 @@ def _check_all_copied(parts: Sequence[WrittenPart], manifest: Manifest, attempt:
 def _by_writer(
     parts: Sequence[WrittenPart], sources: Sequence[Metadata]
 ) -> list[dict[MetadataIndex, Place]]:
-    """Per rank: the items in the files that it copied, by any source domain's metadata."""
+    """Return each rank's items in the files that it copied, by any source domain's metadata."""
     writer = {f.path: rank for rank, part in enumerate(parts) for f in part.files}
     written: list[dict[MetadataIndex, Place]] = [{} for _ in parts]
     for metadata in sources:

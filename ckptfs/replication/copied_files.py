@@ -1,23 +1,26 @@
-"""The bytes of a copy: who reads which file, and each compared with its digests as it passes by.
+"""The bytes of a copy: which rank reads which file; each is compared with its digests on the way.
 
     manifest    __0_0.distcp + .xxh3   __1_0.distcp + .xxh3   ...
-    tasks       a data file and its sidecar are one; .metadata is written anew
+    tasks       a data file and its sidecar are one task; .metadata is not copied but written again
     shares      a domain's files among the ranks of that domain, by size: each byte is read once
     one task    FileCopier: reads ahead -> compared, block by block -> a thread that writes
 
-What differs from its digests is an IntegrityError before the copied file gets its name, so a damaged
-source is never committed as a copy. In memory: of each file under way, as many windows as its reader
-wants, two that are to be written, and what its writer holds. From disk to disk no byte is copied in memory:
-a window is read past the page cache, compared and written past it where it is.
+A difference from the digests is an IntegrityError before the copied file gets its name, so a
+damaged source is never committed as a copy. Memory is used for each file under way: as many windows
+as its reader wants, two that wait to be written, and what its writer holds. From disk to disk no
+byte is copied in memory: a window is read past the page cache, compared, and written from the same
+place past the cache.
 
-    target.kept     whoever dies half-way leaves what it wrote to the next, who goes on with it:
-        whole       there with its size: read again and compared. Not so on an object store below the
-                    save_id: it was compared before it was completed, and nobody else has that key
-        begun       filesystems: what lies there is compared block by block, and the rest is copied
-                    elsewhere it begins anew
+With ``target.kept``, a copy that dies leaves what it wrote, and the next one continues from that:
 
-The bytes of a file are the same in each try: its path has the save_id of the attempt, and the source
-is immutable.
+    whole       the file is there with its size: it is read again and compared. On an object store below
+                the save_id this is not needed: the file was compared before it was completed, and no
+                other program writes to that key
+    begun       filesystems: what is there is compared block by block, and the rest is copied;
+                elsewhere the file starts over
+
+The bytes of a file are the same in each try: its path has the save_id of the attempt, and the
+source is immutable.
 """
 
 from __future__ import annotations
@@ -70,27 +73,27 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CopyTask:
-    """One file to copy, with the digests that lie beside it; as the source's manifest lists them."""
+    """One file to copy, with the sidecar of its digests, as the source's manifest lists them."""
 
     record: FileRecord
     sidecar: FileRecord | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Of both."""
+        """The bytes of both files."""
         return self.record.size_bytes + (0 if self.sidecar is None else self.sidecar.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """Where a rank reads the source's files. home: as ``catalog.find`` tells."""
+    """Where a rank reads the source's files. ``home`` is the one that ``catalog.find`` returns."""
 
     storage: Storage
     home: str
     rank: int
 
     def key(self, record: FileRecord) -> str:
-        """The key of a listed file."""
+        """Return the key of a listed file."""
         return file_key(record, self.home)
 
 
@@ -98,8 +101,8 @@ class Readable:
 class Writable:
     """Where a rank writes the copy: ``prefix`` of the attempt (ends with "/"), its save_id, domain.
 
-    plain: the files keep their names, below ``prefix`` itself. guard: asked before each of these,
-    where names are final before the commit. kept: what is on its way outlives this process.
+    ``plain``: the files keep their names, directly below ``prefix``. ``guard`` checks each of these
+    first, if names are final before the commit. ``kept``: unfinished files outlive this process.
     """
 
     storage: Storage
@@ -112,25 +115,30 @@ class Writable:
 
     @property
     def is_its_alone(self) -> bool:
-        """Whether a file that has its name there is whole, and of this attempt: what object stores
-        complete has been compared, and these keys have the save_id in them. A plain name may be
-        anybody's.
+        """Whether a file with its name there is surely whole and of this attempt.
+
+        Object stores complete only files that were compared, and these keys contain the save_id. A
+        plain name may be another program's.
         """
         return not self.plain and self.storage.capabilities.shape is Shape.OBJECT
 
     def path(self, record: FileRecord, source_id: str) -> str:
-        """A file's path in the copy."""
+        """Return a file's path in the copy."""
         return record.path if self.plain else new_path(record, source_id, self.save_id)
 
     def key(self, path: str) -> str:
-        """Where that lies until the commit."""
+        """Return where a file of the copy is until the commit."""
         return self.prefix + (path if self.plain else path.partition("/")[2])
 
 
 @dataclass(slots=True)
 class Tally:
-    """What copying came to. sent_bytes went to the target, kept_bytes were there from an earlier try;
-    digests: so many were compared.
+    """The totals of copying.
+
+    Attributes:
+        sent_bytes: Bytes that went to the target.
+        kept_bytes: Bytes that were there from an earlier try.
+        digests: How many digests were compared.
     """
 
     sent_bytes: int = 0
@@ -139,7 +147,7 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, *, sent_bytes: int = 0, kept_bytes: int = 0, digests: int = 0) -> None:
-        """From any thread."""
+        """Add to the totals, from any thread."""
         with self._lock:
             self.sent_bytes += sent_bytes
             self.kept_bytes += kept_bytes
@@ -151,20 +159,23 @@ class StoppedError(StateError):
 
 
 def new_path(record: FileRecord, source_id: str, save_id: str) -> str:
-    """The path of a file in the copy: in its own directory, also where the source shares it. Pure."""
+    """Return the path of a file in the copy. Pure.
+
+    It is in the copy's own directory, even if the source shares the file.
+    """
     first, slash, rest = record.path.partition("/")
     if not slash:
-        return f"{save_id}/{first}"  # of torch's own writer
+        return f"{save_id}/{first}"  # a file of torch's own writer
     # Two writers of shared files may have used one name.
     return f"{save_id}/{rest}" if first == source_id else f"{save_id}/{first}.{rest}"
 
 
 _LOOK_BYTES = 4 << 20
-_UNWRITTEN = 2  # windows that were compared: one is being written, one waits for that
+_UNWRITTEN = 2  # windows that were compared: one is being written, one waits for it
 
 
 class FileCopier:
-    """One rank's files on their way. Threads may share it."""
+    """Copies one rank's files. Several threads may share it."""
 
     def __init__(
         self,
@@ -180,10 +191,13 @@ class FileCopier:
         self._source, self._target, self._source_id = source, target, source_id
         self._stopped, self._meter, self._tally = stopped, meter, tally
         self._at_once = at_once
-        self.give_up = threading.Event()  # set by whoever met an error: the others end too
+        self.give_up = threading.Event()  # set by the thread that fails, so that the others end too
 
     def copy(self, task: CopyTask) -> list[FileRecord]:
-        """One file and its sidecar, as the copy's manifest lists them. Errors as for copy_share."""
+        """Copy one file and its sidecar; return them as the copy's manifest lists them.
+
+        Errors are those of copy_share.
+        """
         self._go_on(task.record)
         sidecar = b""
         if task.sidecar is not None:
@@ -214,8 +228,10 @@ class FileCopier:
         return FileRecord(path, record.size_bytes, target.domain, None, digest or None)
 
     def _make_dir(self, folder: str) -> None:
-        """Of a plain name. On filesystems NotFoundError where the attempt is gone: another copy of the
-        same has committed it, and what was made anew there would be merged over that.
+        """Make the directory of a plain name.
+
+        On filesystems this raises NotFoundError if the attempt is gone: another process has
+        committed the same copy, and a new directory there would be merged over that copy.
         """
         target = self._target
         attempt = target.prefix.rstrip("/")
@@ -228,7 +244,10 @@ class FileCopier:
     # -- what is there already ---------------------------------------------------------------
 
     def _whole(self, checks: _Checks, path: str) -> str | None:
-        """The digest of a file ("" where its sidecar tells) that an earlier try brought; None: none."""
+        """Return the digest of a file that an earlier try copied; None if it is not there whole.
+
+        The digest is "" if the sidecar has the digests.
+        """
         record, target = checks.record, self._target
         key = target.key(path)
         try:
@@ -243,13 +262,13 @@ class FileCopier:
                 check = self._through(target.storage, key, checks.fresh())
             digest = self._digest_of(checks, check)
         except IntegrityError:
-            return None  # not whole, after a power cut perhaps: brought again
+            return None  # not whole, perhaps after a power cut: it is copied again
         self._meter.advance(record.size_bytes)
         self._tally.add(kept_bytes=record.size_bytes, digests=check.compared)
         return digest
 
     def _digest_of(self, checks: _Checks, there: Check) -> str | None:
-        """What the manifest is to say of a file that is there, None: it differs from the source."""
+        """Return the digest of a file that is there; None if it differs from the source."""
         record = checks.record
         if checks.digests is not None:
             return ""
@@ -264,7 +283,7 @@ class FileCopier:
         return _whole_digest(read) if same else None
 
     def _through(self, storage: Storage, key: str, check: Check) -> Check:
-        """All of a file through a check."""
+        """Pass all of a file through a check, and return the check."""
         with contextlib.ExitStack() as stack:
             reader = stack.enter_context(storage.open_read(key))
             for data in windows(reader, ReadAhead(stack), contextlib.nullcontext):
@@ -290,7 +309,7 @@ class FileCopier:
             except IntegrityError:
                 if not target.kept or checks.digests is not None:
                     raise
-            # One digest for all of it cannot tell whether what lay there was wrong, or the source is.
+            # One digest of the whole file cannot show which is wrong: what was there, or the source.
             return self._stream(checks, reader, path, pool, trusting=False)
 
     def _put(self, checks: _Checks, reader: DataReader, path: str, guard: PlainNames) -> str:
@@ -320,7 +339,7 @@ class FileCopier:
             with writer:
                 check, first = self._resumed(checks, writer) if trusting else (checks.fresh(), 0)
                 reading = partial(_reading, self._source, record)
-                # What is read and not written is lost with the process: no more than it takes.
+                # What is read but not written is lost with the process: read ahead as little as possible.
                 ahead = windows(
                     reader, pool, reading, first, sharers=self._at_once, lasting=_UNWRITTEN
                 )
@@ -330,13 +349,13 @@ class FileCopier:
                         check.update(data)
                         pump.write(data)
                         self._meter.advance(len(data))
-                # Before the file gets its name: nobody shall find a damaged copy.
+                # Before the file gets its name: no reader may find a damaged copy.
                 check.finish()
                 if target.guard is not None:
                     target.guard.check()
         except StorageError as error:
-            # Another copy of the same may have completed the same file. After any other error what
-            # lies there may be the wrong file that this one was to replace.
+            # Another process may have completed the same file of the same copy. After any other error
+            # the file there may be the wrong one that this file was to replace.
             digest = self._whole(checks, path) if target.kept and _taken_away(error) else None
             if digest is None:
                 raise
@@ -348,7 +367,7 @@ class FileCopier:
         return _whole_digest(check)
 
     def _resumed(self, checks: _Checks, writer: DataWriter) -> tuple[Check, int]:
-        """Compare what an earlier try left; the check to go on with, and from where."""
+        """Compare what an earlier try left; return the check to continue with, and the offset."""
         there, check = writer.there_bytes, checks.fresh()
         buffer = memoryview(bytearray(min(_LOOK_BYTES, there)))
         with contextlib.suppress(IntegrityError):
@@ -364,7 +383,7 @@ class FileCopier:
         elif checks.record.digest is not None:
             first = there
         else:
-            check, first = checks.fresh(), 0  # nobody could tell whether it is right
+            check, first = checks.fresh(), 0  # without a digest it cannot be checked
         writer.skip(first)
         self._meter.advance(first)
         return check, first
@@ -394,12 +413,12 @@ class _Checks:
             where = self.source.storage.uri(self.source.key(self.task.sidecar))
             object.__setattr__(self, "digests", decode_digests(self.sidecar, where))
             if self.task.sidecar.digest not in (None, digest_of(self.sidecar)):
-                # Swapped together with its file: the copy would vouch for both.
+                # If it was swapped together with its file, the copy would vouch for both.
                 raise _damaged(self.source, self.task.sidecar, "it is not what was committed")
 
     @property
     def record(self) -> FileRecord:
-        """Of the file."""
+        """The record of the file."""
         return self.task.record
 
     @property
@@ -408,31 +427,31 @@ class _Checks:
         return lambda why: _damaged(self.source, self.record, why)
 
     def fresh(self, start: int = 0) -> Check:
-        """A check that has seen nothing, or what comes before ``start``."""
+        """Return a check that has seen nothing, or everything before ``start``."""
         if self.digests is not None:
             return BlockCheck(self.digests, self.damaged, start)
         return WholeCheck(self.record.digest, self.damaged)
 
 
 def _taken_away(error: StorageError) -> bool:
-    """Whether what was on its way went, or is another's: perhaps because that one completed it."""
+    """Whether the unfinished file is gone or is another process's, which may have completed it."""
     gone = (NotFoundError, AlreadyExistsError)
-    # A vanished upload is told with the store's word for it as the cause.
+    # The error of a vanished upload has the store's own error as its cause.
     return isinstance(error, gone) or isinstance(error.__cause__, NotFoundError)
 
 
 def _whole_digest(check: Check) -> str:
-    """The digest of a whole file, "" where blocks have theirs."""
+    """Return the digest of a whole file, "" if its blocks have digests."""
     return check.digest if isinstance(check, WholeCheck) else ""
 
 
 @contextlib.contextmanager
 def _reading(source: Readable, record: FileRecord) -> Iterator[None]:
-    """What is wrong with the source is told as such: the place that it is copied to is not at fault."""
+    """Raise errors of the source as IncompleteCheckpointError, so that the target is not blamed."""
     try:
         yield
     except (TransientError, AnswerLostError):
-        raise  # worth another try, whichever side it is
+        raise  # worth another try, on whichever side it happened
     except StorageError as error:
         raise IncompleteCheckpointError(
             f"{record.path} cannot be copied: {error.message}",
@@ -454,7 +473,7 @@ def _damaged(source: Readable, record: FileRecord, why: str) -> IntegrityError:
 
 
 def tasks_of(manifest: Manifest) -> tuple[CopyTask, ...]:
-    """What is to be copied of a save: every listed file but ``.metadata``. Pure.
+    """Return what is to be copied of a save: every listed file but ``.metadata``. Pure.
 
     On node-local disks every domain lists its own copies of replicated items; all are copied.
     """
@@ -472,17 +491,17 @@ def tasks_of(manifest: Manifest) -> tuple[CopyTask, ...]:
 def share_out(
     tasks: Sequence[CopyTask], readers: Mapping[str | None, Sequence[int]], ranks: int
 ) -> tuple[tuple[CopyTask, ...], ...]:
-    """Which rank copies which files: the largest first, each to the least loaded rank that sees it.
-    Pure; every rank comes to the same answer.
+    """Return which rank copies which files. Pure; every rank gets the same answer.
 
-    readers: the ranks that see a domain's files; None: files that every domain has.
+    The largest files come first, each to the least loaded rank that sees it. ``readers`` has the
+    ranks that see each domain's files; None: files that every domain has.
     """
     shares: list[list[CopyTask]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     order = sorted(tasks, key=lambda t: (-t.size_bytes, t.record.path, t.record.domain or ""))
     for task in order:
         rank = min(readers[task.record.domain], key=lambda r: (load[r], r))
-        # A file costs a few requests whatever its size: many small ones are shared out too.
+        # A file costs a few requests whatever its size, so many small ones are shared out too.
         load[rank] += task.size_bytes + 1
         shares[rank].append(task)
     return tuple(tuple(share) for share in shares)
@@ -499,13 +518,15 @@ def copy_share(
     jobs: int = 1,
     tally: Tally | None = None,
 ) -> WrittenPart:
-    """Local. Copy this rank's files below ``target.prefix``; durable on return, names too.
+    """Copy this rank's files below ``target.prefix``. Local; durable on return, names too.
 
-    meter: counts their bytes. jobs: files at once. tally: what was sent, and what was there.
+    ``meter`` counts their bytes, ``jobs`` is how many files are copied at once, ``tally`` counts
+    what was sent and what was there.
 
-    IntegrityError, ManifestError: the source is damaged. IncompleteCheckpointError: a file of it is
-    missing or cannot be read. StateError: ``stopped`` was set. Else the target's errors. Files that
-    were copied before stay in the attempt: nobody commits it, or who goes on with it finds them.
+    Raises IntegrityError or ManifestError if the source is damaged, IncompleteCheckpointError if
+    one of its files is missing or cannot be read, StateError if ``stopped`` was set, and otherwise
+    the target's errors. Files that were copied before stay in the attempt: it is never committed,
+    or a later try continues with them.
     """
     started = time.perf_counter()
     copier = FileCopier(
@@ -537,7 +558,7 @@ def copy_share(
 
 
 def _all_at_once(copier: FileCopier, tasks: Sequence[CopyTask], jobs: int) -> Iterator[FileRecord]:
-    """Some files at a time. The first failure stops the others and is raised."""
+    """Copy several files at a time. The first failure stops the others and is raised."""
     failures: list[BaseException] = []
 
     def copy(task: CopyTask) -> list[FileRecord]:
@@ -554,7 +575,7 @@ def _all_at_once(copier: FileCopier, tasks: Sequence[CopyTask], jobs: int) -> It
         try:
             wait(going)
         except BaseException:
-            copier.give_up.set()  # Ctrl-C: nothing more is written
+            copier.give_up.set()  # after Ctrl-C nothing more may be written
             raise
     if failures:
         raise failures[0]

@@ -1,20 +1,21 @@
-"""Copies by hand, between any two places: ``ckptfs cp`` and ``ckptfs.gather``.
+"""Copies on demand, between any two places: ``ckptfs cp`` and ``ckptfs.gather``.
 
     report = copy_to("/nvme/run/step_100", "s3://bucket/run/step_100")     one checkpoint
     report = copy_to("s3://a/run", "gs://b/run")                           all that is missing there
 
     look     what the source names, what the target has                    coordinator
-    each     oldest first: find, begin or go on, copy, seal                all ranks
+    each     oldest first: find, begin or continue, copy, seal             all ranks
     report   what was copied, what was there
 
-Collective: alone, in a process group, or under torchrun, where every node brings the shards that lie
-on its disks. What a killed copy brought is there for the next: the id of a copy is made of its source
-and its name, see ``commit.save.shared_attempt``.
+Collective: with one process, in a process group, or under torchrun, where every node copies the
+shards on its own disks. What a killed copy wrote is used by the next one: the id of a copy is made
+from its source and its name, see ``commit.save.shared_attempt``.
 
-A checkpoint of parts is gathered into one run, as the parts that it had: the run is claimed, because what
-several groups wrote is committed by whoever holds it; each part is a save of its own, sealed for the
-ticket; one seal over all of them commits. The processes that copy must see all of its parts. An
-interrupted copy of this kind begins anew; the claim of a process that died is taken over.
+A checkpoint of parts is gathered into one run, with the parts that it had. The run is claimed,
+because only the owner of a run commits what several groups wrote. Each part is a save of its own,
+sealed for the ticket, and one seal over all of them commits. The processes that copy must see all
+of its parts. An interrupted copy of this kind starts over; the claim of a process that died is
+taken over.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ View = tuple[str, LogState]
 
 
 def commit_copy(reading: Seat, writing: Seat, item: Item, manner: Manner) -> Committed | None:
-    """Collective. One checkpoint; None: another copy of the same came first."""
+    """Copy one checkpoint. Collective. None: another process committed the same copy first."""
     held = find_held(reading, item.original)
     save_id = _id_of(writing, item)
     with contextlib.ExitStack() as stack:
@@ -114,7 +115,7 @@ def commit_copy(reading: Seat, writing: Seat, item: Item, manner: Manner) -> Com
             )
             seat, generation = run.seat, run.generation
         spec = spec_of(held, item.original.seal, item.name, generation, save_id)
-        # Disks of several nodes have no one place that tells what an earlier try brought.
+        # Disks of several nodes have no single place that says what an earlier try copied.
         single = len(seat.placement.domains) == 1
         attempt = ResumableAttempt(seat, spec) if single else Attempt(seat, spec)
         try:
@@ -131,7 +132,7 @@ def commit_copy(reading: Seat, writing: Seat, item: Item, manner: Manner) -> Com
 
 
 def _id_of(writing: Seat, item: Item) -> str:
-    """Collective. The id of the copy, that of an interrupted try if there is one."""
+    """Return the id of the copy: that of an interrupted try, if there is one. Collective."""
     if len(writing.placement.domains) > 1:
         fresh = f"{item.origin}{AGAIN}{secrets.token_hex(4)}"
         return writing.control.step("copy id", lambda: None, lambda _: fresh)
@@ -146,7 +147,7 @@ def _id_of(writing: Seat, item: Item) -> str:
 
 
 def _came_first(writing: Seat, item: Item) -> bool:
-    """Collective. Whether another process committed the same copy meanwhile."""
+    """Whether another process has committed the same copy since. Collective."""
 
     def look() -> View | None:
         return drive(read_view(), writing.storage) if writing.placement.is_owner else None
@@ -159,7 +160,10 @@ def _came_first(writing: Seat, item: Item) -> bool:
 
 
 def _commit_parts(reading: Seat, writing: Seat, item: Item, manner: Manner) -> Committed:
-    """Collective. One checkpoint of parts. What several groups wrote is committed by whoever holds the run."""
+    """Copy one checkpoint of parts. Collective.
+
+    The run is claimed, because only its owner commits what several groups wrote.
+    """
     seal = item.original.seal
     if seal is None:
         raise AssertionError("a checkpoint without a log has no parts")
@@ -182,8 +186,10 @@ _MISSING = (NotFoundError, IncompleteCheckpointError, StaleError)
 
 
 def gone_meanwhile(reading: Seat, item: Item, error: CkptfsError) -> bool:
-    """Collective, after the same error on all ranks. Whether it says that files are missing, and the
-    source no longer has this save: deleted or replaced, or not to be found where no log tells.
+    """Whether the source lost this save while it was copied.
+
+    Collective, after the same error on all ranks. True if the error says that files are missing,
+    and the save was deleted or replaced since, or, if no log lists it, cannot be found.
     """
     failed = isinstance(error, CollectiveError) and any(
         CollectiveError("", failures={rank: failure}).all_are(kind)
@@ -217,11 +223,11 @@ class CopyOptions:
     """How to copy.
 
     Attributes:
-        step: Of a run, this step alone; None: all.
-        latest: Of a run, the latest alone.
-        overwrite: Replace what has another save.
+        step: Of a run, this step only; None: all.
+        latest: Of a run, the latest only.
+        overwrite: Replace another save that has the name.
         jobs: Files at once, by each rank.
-        dry_run: Say what would be copied, and copy nothing.
+        dry_run: Report what would be copied, and copy nothing.
         shows: Draw progress.
         follow_links: Copy what symbolic links in a checkpoint lead to.
     """
@@ -253,31 +259,32 @@ def copy_to(
 ) -> CopyReport:
     """Copy a checkpoint, or what a run has and the target lacks. Collective.
 
-    Each checkpoint is committed and durable before the next begins. After an error or a crash what was
-    committed stays, nothing else is visible, and what was brought of the next one is found by the next call
-    with the same source and target.
+    Each checkpoint is committed and durable before the next begins. After an error or a crash what
+    was committed stays, and nothing else is visible; the next call with the same source and target
+    continues with what was copied of an unfinished checkpoint.
 
     Args:
         source: A checkpoint, a part of one, or a run; the same on all ranks.
-        target: Of a checkpoint, its new URI, or a run (one that is there, or ends with "/") that it keeps its
-            name in; of a run, a run.
-        step: Of a run, this step alone; None: all.
-        latest: Of a run, the latest alone.
-        overwrite: Replace another save that has the name: that claims the run for the time of the copy.
+        target: For a checkpoint, its new URI, or a run (one that exists, or ends with "/") where it
+            keeps its name; for a run, a run.
+        step: Of a run, this step only; None: all.
+        latest: Of a run, the latest only.
+        overwrite: Replace another save that has the name: that claims the run for the time of the
+            copy.
         jobs: Files at once, by each rank.
         dry_run: Report what would be copied, and copy nothing.
         shows: Draw progress.
         follow_links: Copy what symbolic links in a checkpoint lead to.
-        process_group: The ranks that take part; None: the default group, or torchrun's ranks where there is
-            none.
-        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
-            CKPTFS_TIMEOUT_S.
-        source_options: For the source, what fsspec's filesystem of that protocol takes; None: those of
-            ``source``, where it has some.
-        target_options: The same for the target; None: those of ``target``, where it has some.
+        process_group: The ranks that take part; None: the default group, or torchrun's ranks if
+            there is none.
+        timeout_s: How many seconds a rank may be silent before the others stop waiting for it;
+            None: 600, or CKPTFS_TIMEOUT_S.
+        source_options: Options for fsspec's filesystem of the source; None: those of ``source``, if
+            it has any.
+        target_options: The same for the target; None: those of ``target``, if it has any.
 
     Returns:
-        What became of each checkpoint.
+        What happened to each checkpoint.
 
     Raises:
         NotFoundError: There is no such source.
@@ -286,12 +293,13 @@ def copy_to(
         ManifestError: The source's description is damaged.
         CommitConflictError: Another save has the name there.
         AlreadyExistsError: The same copy is under way.
-        RunBusyError: A living owner holds the run that something is to be replaced in.
+        RunBusyError: A living owner holds the run in which something is to be replaced.
         SymlinkError: A link leads out of the checkpoint, and ``follow_links`` is False.
         StateError: ``step`` and ``latest`` together, or ``jobs`` below 1.
-        UriError: ``step`` or ``latest`` of one checkpoint, or the target is inside the source or in a run's
-            own directories.
-        CollectiveError: Of several ranks, what single ones meet; every rank raises this same error.
+        UriError: ``step`` or ``latest`` of one checkpoint, or the target is inside the source or in
+            a run's own directories.
+        CollectiveError: With several ranks, an error of single ones; every rank raises this same
+            error.
     """
     options = CopyOptions(step, latest, overwrite, jobs, dry_run, shows, follow_links)
     here = Place({**options_of(source), **(source_options or {})})
@@ -303,16 +311,16 @@ def copy_to(
 def copy_with(
     control: Control, source: tuple[Any, Place], target: tuple[Any, Place], options: CopyOptions
 ) -> CopyReport:
-    """As ``copy_to``, over a control that is there; it stays the caller's. Collective.
+    """As ``copy_to``, over an existing control, which stays the caller's. Collective.
 
     Args:
         control: The ranks that take part.
         source: Its URI, and how to reach it.
-        target: The same of the target.
+        target: The same for the target.
         options: What to copy and how.
 
     Returns:
-        What became of each checkpoint.
+        What happened to each checkpoint.
 
     Raises:
         StateError: ``step`` and ``latest`` together, or ``jobs`` below 1.
@@ -342,7 +350,7 @@ def copy_with(
 
 @contextlib.contextmanager
 def _as_itself(control: Control) -> Iterator[None]:
-    """One process alone raises what it met, not that one rank of one met it."""
+    """Raise the error itself, not a CollectiveError, if there is only one process."""
     try:
         yield
     except CollectiveError as error:
@@ -353,7 +361,7 @@ def _as_itself(control: Control) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_words_of_a_copy(item: Item) -> Iterator[None]:
-    """Hints that name options of ``save`` and ``prepare_run`` name those of a copy."""
+    """Let hints that name options of ``save`` and ``prepare_run`` name those of a copy."""
     try:
         yield
     except CommitConflictError as error:
@@ -405,7 +413,7 @@ def _copy_run(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one rank sees of both logs; None where another rank looks."""
+    """What one rank sees of both logs; None if another rank reads them."""
 
     source: View | None
     target: View | None
@@ -414,7 +422,7 @@ class _Seen:
 def _planned(
     reading: Seat, target: Side, options: CopyOptions, decide: Callable[[Lookout], Plan]
 ) -> Plan:
-    """Collective, read-only. What the coordinator makes of both catalogs."""
+    """Return the coordinator's plan from both catalogs. Collective, read-only."""
     with open_seat(target[0], reading.control, target[1], write=False) as looking:
 
         def look() -> _Seen:
@@ -441,9 +449,10 @@ def _planned(
 
 @dataclass(frozen=True, slots=True)
 class _Copier:
-    """Copies from a seat to another place of the same ranks, which is written to if there is a need.
+    """Copies from a seat to another place of the same ranks, which is opened only if needed.
 
-    skips_gone: what the source deletes meanwhile was not asked for by its name, and is left out.
+    ``skips_gone``: leave out what the source deletes during the copy, if it was not requested by
+    name.
     """
 
     reading: Seat
@@ -452,7 +461,7 @@ class _Copier:
     skips_gone: bool = False
 
     def run(self, plan: Plan, source: str, target: str, started: float) -> CopyReport:
-        """Collective. Copy what is to be copied, one after the other."""
+        """Copy what is to be copied, one checkpoint after the other. Collective."""
         done, warnings = [], list(plan.warnings)
         control = self.reading.control
         with contextlib.ExitStack() as stack:
@@ -533,31 +542,33 @@ def gather(
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
 ) -> SaveResult:
-    """Copy a committed checkpoint to another URI; committed and durable when it returns. Collective.
+    """Copy a committed checkpoint to another URI.
 
-    On node-local disks a rank of every node that holds a part takes part, and each file is read by one of
-    them. Every block is compared with its digest. The source is only read, and no process may delete it
-    before the call returns. After an error or a crash the target is as it was.
+    Collective; committed and durable when it returns. On node-local disks a rank of every node that
+    holds a part of the files takes part, and each file is read by one of them. Every block is
+    compared with its digest. The source is only read, and no process may delete it before the call
+    returns. After an error or a crash the target is as it was.
 
     Args:
         source: Run and name (and part), the same on all ranks.
         target: Run and name.
-        process_group: The ranks that take part; None: the default group, or torchrun's ranks where there is
-            none.
-        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
-            CKPTFS_TIMEOUT_S.
-        storage_options: For the source, what fsspec's filesystem of that protocol takes; None: those of
-            ``source``, where it has some.
-        target_options: The same for the target; None: those of ``target``, where it has some.
+        process_group: The ranks that take part; None: the default group, or torchrun's ranks if
+            there is none.
+        timeout_s: How many seconds a rank may be silent before the others stop waiting for it;
+            None: 600, or CKPTFS_TIMEOUT_S.
+        storage_options: Options for fsspec's filesystem of the source; None: those of ``source``,
+            if it has any.
+        target_options: The same for the target; None: those of ``target``, if it has any.
 
     Returns:
         What was copied, on this rank and on all.
 
     Raises:
-        NotFoundError: The source's log knows no such checkpoint.
-        IncompleteCheckpointError: Some of it is on nodes that do not take part; the message says which.
+        NotFoundError: The source's log has no such checkpoint.
+        IncompleteCheckpointError: Some of it is on nodes that do not take part; the message says
+            which.
         CommitConflictError: The target is committed already.
-        CollectiveError: What single ranks meet; every rank raises this same error.
+        CollectiveError: An error of single ranks; every rank raises this same error.
         IntegrityError: The source is damaged; as a CollectiveError.
     """
     with control_for(process_group, timeout_s) as control:

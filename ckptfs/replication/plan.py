@@ -1,15 +1,15 @@
-"""What ``cp`` is to copy: looked up on the coordinator, decided by the catalogs of both places.
+"""What ``cp`` copies: looked up on the coordinator, decided by the catalogs of both places.
 
-    what_is          a checkpoint, or a run of several                     by the source alone
-    refuse_nested    not inside a checkpoint, nor in what is a run's own   by the target alone
+    what_is          a checkpoint, or a run of several                     by the source only
+    refuse_nested    not inside a checkpoint or a run's own directories    by the target only
     plan_one         one checkpoint and the name that it gets
-    plan_run         what of a run the target lacks, oldest first
+    plan_run         what the target lacks of a run, oldest first
 
     source's log     10   20   30   40
-    target's log     10   20  (30 deleted)       copied: 40; 30 is copied if it is asked for by its step
+    target's log     10   20  (30 deleted)       copied: 40; 30 is copied if it is requested by its step
 
-Two saves are one if they have the same origin: a copy's id begins with that of its original. A name
-is taken by what the target's log tells, and by what lies there without a log.
+Two saves are the same if they have the same origin: a copy's id begins with that of its original. A
+name is taken if the target's log lists it, or if a checkpoint without a log has it.
 """
 
 from __future__ import annotations
@@ -70,23 +70,23 @@ __all__ = [
 ]
 
 
-# -- where it is to lie: local, read-only ----------------------------------------------------------
+# -- where it will be: local, read-only ------------------------------------------------------------
 
-# What lies above a run need not be permitted to be read, and need not be a place at all.
+# Reading above a run may not be permitted, and there may be nothing to read.
 _ABOVE = (AccessError, NotFoundError, ManifestError, UnsupportedError, UriError)
 
 
 def is_run(at: Uri, place: Place) -> bool:
-    """Local, read-only. Whether a run of ckptfs is there."""
+    """Whether a run of ckptfs is there. Local, read-only."""
     with looking_at(at, place.storage_options) as look, contextlib.suppress(NotFoundError):
         return bool(look.views) or bool(look.storage.stat(DOMAIN).size_bytes)
     return False
 
 
 def refuse_nested(root: Uri, place: Place, checkpoint: Uri | None) -> None:
-    """UriError where a run at ``root`` would lie inside a checkpoint, or in a run's own directories.
+    """Raise UriError if a run at ``root`` would be in a checkpoint, or in a run's own directories.
 
-    checkpoint: what is copied, if it is one: a copy within it would change the source.
+    ``checkpoint`` is what is copied, if it is one: a copy within it would change the source.
     """
     if CONTROL in root.path.split("/"):
         raise UriError(
@@ -125,7 +125,7 @@ def _runs_above(root: Uri, place: Place) -> list[Uri]:
     if not lineage:
         return found
     top = lineage[-1]
-    # One storage for all: opening one costs more than looking.
+    # One storage for all of them: opening one costs more than a look.
     with (
         contextlib.suppress(*_ABOVE),
         contextlib.closing(open_storage(top, place.storage_options)) as storage,
@@ -140,8 +140,11 @@ def _runs_above(root: Uri, place: Place) -> list[Uri]:
 
 @dataclass(frozen=True, slots=True)
 class Loose:
-    """A checkpoint that no log knows. origin: as of any save, None where it cannot be read.
-    why: what keeps it from being loaded, "" where it can be.
+    """A checkpoint that no log lists.
+
+    Attributes:
+        origin: As of any save; None if it cannot be read.
+        why: Why it cannot be loaded; "" if it can be.
     """
 
     origin: str | None
@@ -149,7 +152,7 @@ class Loose:
 
 
 def loose_at(name: str, views: Views, storage: Storage) -> Loose | None:
-    """What has the name without the log's knowing; None: nothing, or the log tells."""
+    """Return the checkpoint with this name that no log lists; None if there is none."""
     beside = drive(_beside(name, views, storage.root), storage)
     if beside is None:
         return None
@@ -157,7 +160,7 @@ def loose_at(name: str, views: Views, storage: Storage) -> Loose | None:
     if beside.manifest is not None:
         origin = origin_of(beside.manifest.save_id)
     elif beside.checkpoint is not None:
-        with contextlib.suppress(CkptfsError):  # it is no other's, whatever is wrong with it
+        with contextlib.suppress(CkptfsError):  # if it is damaged, its origin stays unknown
             origin = stock_manifest(storage, name).save_id
     return Loose(origin, beside.why)
 
@@ -168,8 +171,10 @@ def _beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
 
 
 def told_if_held(views: Views, node: str, name: str) -> tuple[str, ...]:
-    """A warning where a job that goes on from the target's latest would go on from the copy ``name``:
-    the run's owner neither left nor is known to be dead. node: this one's, as in ``Owner``.
+    """Return a warning if another job may resume from the copy ``name``, the target's new latest.
+
+    That is so if the run's owner neither left nor is known to be dead. ``node`` is this process's,
+    as in ``Owner``.
     """
     newest = max(views.values(), key=lambda view: view.generation, default=None)
     if newest is None or newest.generation == GENESIS or newest.released:
@@ -196,14 +201,15 @@ class Subject(Enum):
 
 
 class Status(StrEnum):
-    """What is to be done about one checkpoint, and what was.
+    """What is to be done with one checkpoint, and what was done.
 
     Attributes:
         TO_COPY: The target lacks it.
         TO_REPLACE: Another save has the name.
         COPIED: It was copied.
         THERE: The target has it already.
-        DELETED: The target had it and deleted it; without its step in the call it is not brought back.
+        DELETED: The target had it and deleted it; it is copied again only if the call names its
+            step.
         GONE: The source deleted it after it was planned.
     """
 
@@ -229,14 +235,19 @@ class Wanted:
 
     @property
     def is_told(self) -> bool:
-        """Whether somebody asked for certain ones."""
+        """Whether certain checkpoints were requested."""
         return self.latest or self.step is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One checkpoint. name: at the target. origin: the id of the save whose bytes they are.
-    size_bytes: None where the coordinator does not see it. note: what to know before it is copied.
+    """One checkpoint.
+
+    Attributes:
+        name: Its name at the target.
+        origin: The id of the save that its bytes come from.
+        size_bytes: None if the coordinator does not see it.
+        note: A warning about it, before it is copied.
     """
 
     original: Original
@@ -252,7 +263,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All of them, in the order in which they are copied."""
+    """All checkpoints, in the order in which they are copied."""
 
     items: tuple[Item, ...]
     warnings: tuple[str, ...] = ()
@@ -260,8 +271,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Lookout:
-    """What the coordinator sees of both places. overwrite: replace what another save has. node: of
-    this process, as in ``Owner``.
+    """What the coordinator sees of both places.
+
+    Attributes:
+        overwrite: Replace another save that has the name.
+        node: The node of this process, as in ``Owner``.
     """
 
     storage: Storage
@@ -274,7 +288,7 @@ class Lookout:
 
 
 def what_is(at: Uri, place: Place) -> Subject:
-    """Local, read-only. NotFoundError: there is neither."""
+    """Return what the URI names. Local, read-only. Raises NotFoundError if it names neither."""
     options = place.storage_options
     if at.name:
         with looking_at(at.parent, options) as look:
@@ -303,7 +317,7 @@ def _is_part(at: Uri, place: Place) -> bool:
     if not step.name:
         return False
     with (
-        contextlib.suppress(CkptfsError),  # what lies above need not be permitted to be read
+        contextlib.suppress(CkptfsError),  # reading above it may not be permitted
         looking_at(step.parent, place.storage_options) as look,
     ):
         whole = live_of(step.name, look.views, step)
@@ -315,7 +329,10 @@ def _is_part(at: Uri, place: Place) -> bool:
 
 
 def plan_one(here: Lookout, name: str, target_name: str | None) -> Plan:
-    """The checkpoint ``name`` of the source. CommitConflictError: another save has its name there."""
+    """Plan to copy the checkpoint ``name`` of the source.
+
+    Raises CommitConflictError if another save has its name at the target.
+    """
     where = here.storage.uri(name)
     step, part = split_name(name)
     whole = live_of(step, here.source, where)
@@ -331,9 +348,10 @@ def plan_one(here: Lookout, name: str, target_name: str | None) -> Plan:
 
 
 def plan_run(here: Lookout, wanted: Wanted) -> Plan:
-    """What of the source the target lacks. NotFoundError: nothing there is what was wanted.
+    """Plan to copy what the target lacks of the source.
 
-    CommitConflictError: another save has one of the names there; nothing is copied then.
+    Raises NotFoundError if nothing there matches ``wanted``. Raises CommitConflictError if another
+    save has one of the names at the target; nothing is copied then.
     """
     originals = _wanted(here, wanted)
 
@@ -343,7 +361,7 @@ def plan_run(here: Lookout, wanted: Wanted) -> Plan:
         except NotFoundError:
             if wanted.step is not None:
                 raise
-            return None  # somebody removed it after it was listed
+            return None  # it was removed after it was listed
         return _placed(here, item, told=wanted.is_told)
 
     with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptfs-look") as pool:
@@ -363,7 +381,7 @@ def _wanted(here: Lookout, wanted: Wanted) -> list[Original]:
         found = [] if loose is None else [Original(loose.uri.name)]
     else:
         beside = drive(list_unlogged(here.source, here.root), here.storage)
-        # What no log orders comes first: the newest commit there is the log's newest.
+        # Checkpoints without a log come first, so that the target's newest commit is the log's newest.
         found = [*(Original(c.uri.name) for c in beside), *sealed]
     if wanted.step is not None:
         steps = {c.uri.name: c.step for c in beside}
@@ -381,7 +399,7 @@ def _wanted(here: Lookout, wanted: Wanted) -> list[Original]:
 
 
 def _refuse_unlogged(here: Lookout) -> None:
-    """AmbiguousCheckpointError where another program saved after the newest commit."""
+    """Raise AmbiguousCheckpointError if another program saved after the newest commit."""
     shape = here.storage.capabilities.shape
     try:
         drive(check_unlogged(here.source, here.root, shape), here.storage)
@@ -402,7 +420,7 @@ def _held(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
 
 
 def _going_back(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
-    """A warning where the target's latest will be older than one that it has."""
+    """Return a warning if the target's latest will be older than one that it has."""
     order = [origin_of(live.seal.save_id) for live in history(here.source)]
     training = [i for i in items if i.kind is Kind.CHECKPOINT and not i.failure]
     last = next((item for item in reversed(training) if item.status.is_due), None)
@@ -424,7 +442,10 @@ def _going_back(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
 
 
 def _described(here: Lookout, original: Original, name: str) -> Item:
-    """What it is, by its seal and its manifest. IntegrityError, ManifestError: it is damaged."""
+    """Describe a checkpoint by its seal and its manifest.
+
+    Raises IntegrityError or ManifestError if it is damaged.
+    """
     seal = original.seal
     if seal is None:
         found = drive(unlogged(original.name, here.source, here.root), here.storage)
@@ -447,7 +468,7 @@ def _described(here: Lookout, original: Original, name: str) -> Item:
 
 
 def _size_of(here: Lookout, seal: Seal) -> int | None:
-    """By its manifest; None where this process does not see it: the ranks that do will tell."""
+    """Return its size by its manifest; None if this process does not see it, but other ranks do."""
     try:
         manifest = drive(
             find(seal, here.storage.capabilities.shape, here.root), here.storage
@@ -460,7 +481,7 @@ def _size_of(here: Lookout, seal: Seal) -> int | None:
 
 
 def _placed(here: Lookout, item: Item, *, told: bool) -> Item:
-    """What is to be done about it, by who has the name there."""
+    """Return the item with what is to be done about it, by what has the name at the target."""
     taken = name_taken(item.name, here.target)
     if taken is not None:
         if origin_of(taken.save_id) == item.origin:
@@ -469,7 +490,7 @@ def _placed(here: Lookout, item: Item, *, told: bool) -> Item:
         return replace(item, status=Status.TO_REPLACE)
     loose = loose_at(item.name, here.target, here.there)
     if loose is not None and loose.origin == item.origin:
-        # An interrupted copy by hand is made whole.
+        # A copy that was made without ckptfs and interrupted is made whole.
         return item if loose.why else replace(item, status=Status.THERE)
     if loose is not None:
         _may_replace(here, item, "is another checkpoint, which no log knows")
@@ -508,16 +529,16 @@ def _was_there(here: Lookout, item: Item) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What became of one checkpoint.
+    """What happened to one checkpoint.
 
     Attributes:
         name: Its name at the target.
         kind: "checkpoint", "weights" or "directory".
-        step: Completed optimizer steps; None where there is no number.
+        step: Completed optimizer steps; None if there is no number.
         uri: Where it is at the target.
         save_id: The id of the copy; None before it was copied.
         status: What was done.
-        size_bytes: Bytes of its files; None where the coordinator does not see them.
+        size_bytes: Bytes of its files; None if the coordinator does not see them.
         copied_bytes: Bytes that were copied to the target now.
         resumed_bytes: Bytes that were there from an interrupted try.
         digests: How many digests were compared.
@@ -539,12 +560,12 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """What a call of ``copy_to`` came to.
+    """The result of a call of ``copy_to``.
 
     Attributes:
         source: The source's URI.
         target: The target's URI.
-        checkpoints: What became of each checkpoint.
+        checkpoints: What happened to each checkpoint.
         seconds: How long the call took.
         rank: The rank of this process.
         warnings: What was noticed, one line each.
@@ -561,16 +582,16 @@ class CopyReport:
 
     @property
     def copied_bytes(self) -> int:
-        """Sent to the target now."""
+        """Bytes that were sent to the target now."""
         return sum(one.copied_bytes for one in self.checkpoints)
 
     @property
     def skipped_bytes(self) -> int:
-        """That were there before: checkpoints already copied, and what interrupted tries brought."""
+        """Bytes that were there before: of complete copies, and from interrupted tries."""
         whole = sum(one.size_bytes or 0 for one in self.checkpoints if one.status is Status.THERE)
         return whole + sum(one.resumed_bytes for one in self.checkpoints)
 
     @property
     def digests(self) -> int:
-        """Compared."""
+        """How many digests were compared."""
         return sum(one.digests for one in self.checkpoints)

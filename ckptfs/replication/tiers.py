@@ -1,4 +1,4 @@
-"""Tiers of a run: every committed checkpoint drained to other places, in the background.
+"""Tiers of a run: every committed checkpoint is copied to other places, in the background.
 
     CheckpointManager("/nvme/run", keep_latest=2, copies=[Copy("s3://bucket/run", keep=Keep(10))])
 
@@ -7,19 +7,19 @@
                                of the primary from here on        round   of each copy
 
     drain.round(views)
-      open     seat, claim (RunBusyError: somebody else fills it)      at the first round, then held
+      open     seat, claim (RunBusyError: another job fills the copy)  at the first round, then held
       plan     both logs folded -> what to copy, in commit order       coordinator
       copy     one save after another: CopyCommitted, or CopyFailed
       retain   the copy's own retention, after each commit
 
-Every rank makes one with a control of its own; rounds are collective, one for each commit and each
-``wait``, so they come in the same order everywhere. What a dead job left uncopied is copied first:
-the first round compares the catalogs. Nothing here ever fails a save.
+Every rank makes a copier with a control of its own. Rounds are collective, one for each commit and
+each ``wait``, so they come in the same order on every rank. What a dead job left uncopied is copied
+first: the first round compares the catalogs. Nothing here ever fails a save.
 
-What fails is told, tried again in a later round, less and less often, and never raised: a copy that
-cannot be made is no reason to stop training. A save that is damaged where it lies is given up after
-a few tries, so that it does not keep newer ones; one that the copy's place refuses waits for as long
-as that takes.
+A failure is reported as an event, tried again in a later round, less and less often, and never
+raised: a copy that cannot be made is no reason to stop training. A save that is damaged at the
+source is given up after a few tries, so that it does not hold back newer ones; a save that the
+copy's storage refuses waits for as long as that takes.
 """
 
 from __future__ import annotations
@@ -73,8 +73,16 @@ _DAMAGED = (IntegrityError, IncompleteCheckpointError, ManifestError)
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a copy is to be. uri as the user gave it; attempts: for a save that is damaged. begin_again:
-    what is further there than what is copied does not stay for that.
+    """What a copy is to be.
+
+    Attributes:
+        uri: As the user gave it.
+        place: How to reach it.
+        policy: What is copied and kept.
+        attempts: How often a damaged save is tried.
+        takeover: As for the manager.
+        grace_s: How many seconds a deleted save stays whole.
+        begin_again: Its retention may also delete saves that are further than what is copied.
     """
 
     uri: Any
@@ -88,7 +96,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What one rank says before a round."""
+    """What one rank contributes to a round."""
 
     urgent: bool
     stopped: bool
@@ -96,8 +104,12 @@ class _Said:
 
 @dataclass(frozen=True, slots=True)
 class _RoundNeeds:
-    """Whether there is anything to do now. waits: names of the saves that wait for this copy; ids:
-    theirs.
+    """What a round has to do.
+
+    Attributes:
+        rests: There is nothing to do now.
+        waits: The names of the saves that wait for this copy.
+        ids: The save_ids of these.
     """
 
     rests: bool
@@ -107,9 +119,14 @@ class _RoundNeeds:
 
 @dataclass
 class _Tries:
-    """What came of earlier tries. Only the coordinator plans, so only its settled and rest count.
+    """The results of earlier tries.
 
-    ids: that were tried. settled: save_ids that need no copy any more. reached: how far the copy came.
+    Only the coordinator plans, so only its ``settled`` and ``rest`` matter.
+
+    Attributes:
+        ids: The ids that were tried.
+        settled: The save_ids that no longer need a copy.
+        reached: How far the copy is.
     """
 
     ids: set[str] = field(default_factory=set)
@@ -120,7 +137,7 @@ class _Tries:
 
 
 class Drain:
-    """One copy. One thread calls it: the copier's, whose control ``source`` has."""
+    """One copy. Only the copier's thread calls it, over the control of ``source``."""
 
     def __init__(
         self, source: Seat, goal: Goal, tell: Tell, stopped: threading.Event, clock: Clock
@@ -131,17 +148,21 @@ class Drain:
         self._retirer: Retirer | None = None
         self._tries = _Tries()
         self._lost = False
-        self.is_planned = False  # equal on all ranks: from now on what lives is enough to plan by
+        self.is_planned = False  # equal on all ranks; once True, live saves are enough to plan by
 
     def is_settled(self, save_id: str) -> bool:
-        """Whether a save of the primary need not wait for this copy (any more); coordinator only."""
+        """Whether a save of the primary does not, or no longer, wait for this copy.
+
+        Coordinator only.
+        """
         return self._lost or save_id in self._tries.settled
 
     def round(self, views: Views, *, urgent: bool) -> tuple[str, ...]:
-        """Collective. Copy what there is to copy; the names that are left for a later round.
+        """Copy what there is to copy; return the names that are left for a later round. Collective.
 
-        views: the primary's logs; only the coordinator's are looked at. urgent: do not rest after
-        failures; any rank's counts. ControlPlaneLostError, DeadlineError: the ranks lost each other.
+        ``views`` are the primary's logs; only the coordinator's are used. ``urgent``: do not rest
+        after failures; it counts if any rank says so. Raises ControlPlaneLostError or DeadlineError
+        if the ranks lost each other.
         """
         control = self._source.control
         said = _Said(urgent, self._stopped.is_set())
@@ -169,7 +190,7 @@ class Drain:
         return tuple(left)
 
     def close(self, timeout_s: float) -> None:
-        """Local. Leave the copy's run to the next owner. Harmless twice."""
+        """Release the copy's run to the next owner. Local. A second call does nothing."""
         if self._retirer is not None:
             self._retirer.close(timeout_s)
         if self._run is not None:
@@ -200,7 +221,7 @@ class Drain:
         )
         self._tries.settled |= todo.settled
         self._tries.reached = todo.reached
-        return Todo(todo.copies)  # the rest is for the coordinator alone
+        return Todo(todo.copies)  # only the coordinator needs the rest
 
     # -- on every rank --------------------------------------------------------------------
 
@@ -236,7 +257,7 @@ class Drain:
         return seat.placement.mine.id, state.to_send(ids) if self.is_planned else state
 
     def _copy(self, one: One, run: Run, views: Views) -> bool:
-        """Copy one save; whether to go on with the next."""
+        """Copy one save; return whether to continue with the next."""
         self._tries.ids.add(one.save_id)
         try:
             result = self._copied(one, run)
@@ -282,8 +303,10 @@ class Drain:
         return committed.result(uri, seal.step, self._source.control.rank, wall_s)
 
     def _free_name(self, seal: Seal, run: Run) -> None:
-        """Collective. Files with plain names cannot be replaced: a save of the name that the run itself let
-        go, because its step came again, goes here too before the copy is made.
+        """Delete the copy's save of this name if the run has deleted its own. Collective.
+
+        Files with plain names cannot be replaced. The run deleted its save of the name because the
+        step came again; the copy deletes it too, before the new save is copied.
         """
         retirer, origin = self._retirer, origin_of(seal.save_id)
 
@@ -307,7 +330,10 @@ class Drain:
         retirer.make_room()
 
     def _failed(self, one: One, error: CkptfsError) -> bool:
-        """Whether to go on with the next: only where this one will never be copied."""
+        """Report a failure; return whether to continue with the next save.
+
+        That is so only if this one will never be copied.
+        """
         self._tell_failure(self._source.storage.uri(one.seal.name), error)
         _raise_if_apart(error)
         if isinstance(error, FencedError):
@@ -325,7 +351,10 @@ class Drain:
         return False
 
     def _cannot_open(self, error: CkptfsError) -> None:
-        """Told once: a copy that is out of reach stays so for many commits."""
+        """Report that the copy cannot be opened.
+
+        Only once: it may stay unreachable for many commits.
+        """
         _raise_if_apart(error)
         if isinstance(error, FencedError):
             self._give_the_copy_up(error)
@@ -344,7 +373,7 @@ class Drain:
         self._tell(CopyFailed(str(uri), str(Uri.parse(self._goal.uri)), str(error)))
 
     def _tell_of_retention(self, event: Event) -> None:
-        # Retained names no run: it would look like the primary's.
+        # A Retained event names no run, so it would look like the primary's.
         if not isinstance(event, Retained):
             self._tell(event)
 
@@ -355,7 +384,7 @@ def _views(found: Sequence[View | None]) -> dict[str, LogState]:
 
 def _raise_if_apart(error: CkptfsError) -> None:
     if isinstance(error, ControlPlaneLostError | DeadlineError):
-        raise error  # the ranks do not hear each other any more
+        raise error  # the ranks have lost contact with each other
 
 
 def _is_damage(error: CkptfsError) -> bool:
@@ -366,24 +395,27 @@ def _is_damage(error: CkptfsError) -> bool:
     return isinstance(error, _DAMAGED)
 
 
-LAST_S = 30.0  # how long a close waits for what is under way, and again after it was told to stop
+LAST_S = 30.0  # how long a close waits for what is under way, and again after asking it to stop
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Another place for the checkpoints of a run. Another word for ``every``, or ``attempts`` below 1, is a
-    StateError.
+    """Another place for the checkpoints of a run.
+
+    Another word for ``every``, or ``attempts`` below 1, is a StateError.
 
     Attributes:
         uri: A run of its own, on any storage.
         keep: What is kept there, as for the manager; everything by default.
-        every: Of several checkpoints that wait, "all" that ``keep`` would keep, or the "latest" alone: then
-            the primary never holds back more than one for a copy that is slow or out of reach.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
-            some.
+        every: Of several checkpoints that wait, "all" that ``keep`` would keep, or only the
+            "latest": then the primary never holds back more than one for a copy that is slow or
+            cannot be reached.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of ``uri``,
+            if it has any.
         scope: "auto", "shared" or "node", as for ``ckptfs.save``.
         domain: A name in place of ``scope``, as for ``ckptfs.save``; None: by ``scope``.
-        attempts: How often a checkpoint that is damaged on the primary is tried before newer ones go first.
+        attempts: How often a checkpoint that is damaged on the primary is tried before newer ones
+            go first.
     """
 
     uri: Any
@@ -413,8 +445,9 @@ class Copy:
 
 
 def copies_of(given: Sequence[Any], run_uri: Any) -> tuple[Copy, ...]:
-    """What ``copies=`` was given, URIs or Copy objects. Pure. StateError: one of them is the run
-    itself, or given twice.
+    """Return the Copy objects for ``copies=``, which takes URIs or Copy objects. Pure.
+
+    Raises StateError if one of them is the run itself, or is given twice.
     """
     copies = tuple(one if isinstance(one, Copy) else Copy(one) for one in given)
     seen = {Uri.parse(run_uri)}
@@ -432,10 +465,10 @@ def copies_of(given: Sequence[Any], run_uri: Any) -> tuple[Copy, ...]:
 
 @contextlib.contextmanager
 def open_copies(copies: Sequence[Copy], control: Control) -> Iterator[tuple[Seat, ...]]:
-    """Collective. Seats that only read, for a restore from whichever place is ahead.
+    """Yield read-only seats of the copies, for a restore from the place that is furthest.
 
-    A copy that was never written is an empty run. One that is out of reach is an error: it may hold
-    the newest checkpoint, and going on without it must be somebody's decision.
+    Collective. A copy that was never written is an empty run. A copy that cannot be reached is an
+    error: it may hold the newest checkpoint, and only a person may decide to continue without it.
     """
     with contextlib.ExitStack() as stack:
         seats = []
@@ -447,7 +480,7 @@ def open_copies(copies: Sequence[Copy], control: Control) -> Iterator[tuple[Seat
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One round that the thread is asked for. left: what it could not copy."""
+    """One round for the thread. ``left``: what it could not copy."""
 
     urgent: bool
     done: threading.Event = field(default_factory=threading.Event)
@@ -457,9 +490,15 @@ class _Turn:
 class Copier:
     """All copies of a held run, seen from one rank. Making it is collective; so is ``wait``.
 
-    mine: whether a save is the manager's, for the copies' retention. grace_s, begin_again: as for the
-    manager.
-    tell: hears CopyCommitted, CopyFailed, Deleted and DeleteFailed, on the copier's thread.
+    Args:
+        run: The run that is copied.
+        copies: Where to.
+        mine: Whether a save is the manager's, for the copies' retention.
+        takeover: As for the manager.
+        grace_s: The manager's delete_grace_s.
+        begin_again: As for the manager.
+        tell: Receives CopyCommitted, CopyFailed, Deleted and DeleteFailed, on the copier's thread.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -476,7 +515,7 @@ class Copier:
     ) -> None:
         self._control = run.seat.control.clone()
         self._stopped = threading.Event()
-        # A fold of its own: the saves learn theirs on another thread.
+        # A fold of its own: saves update theirs on another thread.
         self._source = replace(run.seat, control=self._control, known=Known(run.seat.known.state))
         self._drains = tuple(
             Drain(
@@ -500,7 +539,7 @@ class Copier:
         self._known = self._first_known(run.seat)
         self._turns: _Turns = queue.SimpleQueue()
         self._closed = False
-        self._apart = False  # the ranks do not hear each other any more
+        self._apart = False  # whether the ranks have lost contact with each other
         self._turns.put((self, _Turn(urgent=False)))
         self._thread = threading.Thread(
             target=_work, args=(self._turns,), name="ckptfs-copies", daemon=True
@@ -509,7 +548,10 @@ class Copier:
         weakref.finalize(self, self._turns.put, None).atexit = False
 
     def after_commit(self, result: SaveResult) -> None:
-        """Local, on every rank after each commit and before retention: copy this one too."""
+        """Copy this save too.
+
+        Local; called on every rank after each commit and before retention.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -517,8 +559,10 @@ class Copier:
             self._turns.put((self, _Turn(urgent=False)))
 
     def waiting(self) -> frozenset[str]:
-        """Local. Save_ids that the primary's retention must keep until they are copied: all of them
-        before the catalogs were compared. Only the coordinator knows all; retention unites all ranks'.
+        """Return the save_ids that the primary's retention must keep until they are copied. Local.
+
+        Before the catalogs were compared, these are all save_ids. Only the coordinator knows all of
+        them; retention unites those of all ranks.
         """
         with self._lock:
             return frozenset(
@@ -526,9 +570,10 @@ class Copier:
             )
 
     def wait(self, timeout_s: float | None = None) -> tuple[str, ...]:
-        """Collective. Return when what was committed so far is copied, or was tried once more; the
-        names that are left, or the run's URI where that is not known. DeadlineError after timeout_s:
-        it goes on.
+        """Return when what was committed so far is copied, or was tried once more. Collective.
+
+        Returns the names that are left, or the run's URI if they are not known. Raises
+        DeadlineError after ``timeout_s`` seconds; copying continues.
         """
         turn = _Turn(urgent=True)
         with self._lock:
@@ -546,8 +591,10 @@ class Copier:
         return tuple(turn.left)
 
     def close(self, timeout_s: float = LAST_S) -> bool:
-        """Local. Finish the rounds that were begun, for up to ``timeout_s``, then leave the copies'
-        runs; whether all were finished. Harmless twice. What is left is copied by the next job.
+        """Finish the rounds that were begun, then release the copies' runs. Local.
+
+        It waits for up to ``timeout_s`` seconds. A second call does nothing. Returns whether all
+        rounds were finished. The next job copies what is left.
         """
         with self._lock:
             if self._closed:
@@ -561,7 +608,7 @@ class Copier:
             self._thread.join(LAST_S)
             logger.warning("a copy was interrupted; the next job makes it")
         if self._thread.is_alive():
-            # Its storage hangs. Releasing would let others in while it may still write.
+            # Its storage hangs. After a release another job could enter while this one may still write.
             logger.warning("the runs of the copies were not released: a thread still holds them")
             return False
         for drain in self._drains:
@@ -572,7 +619,7 @@ class Copier:
     # -- the thread -----------------------------------------------------------------------
 
     def serve(self, turn: _Turn) -> None:
-        """One round, as it was asked for; on the copier's thread."""
+        """Run one round on the copier's thread."""
         turn.left.append(str(self._source.storage.root))
         try:
             if not self._apart:
@@ -581,7 +628,7 @@ class Copier:
             logger.warning("copying has stopped: %s", error)
             self._apart = True
         except CkptfsError as error:
-            # Every rank comes here: an error of a step is the same everywhere.
+            # Every rank gets here: the error of a step is the same on all of them.
             logger.warning("copying failed and continues after the next commit: %s", error)
         except Exception:
             logger.exception("this process has stopped copying")
@@ -591,7 +638,7 @@ class Copier:
             turn.done.set()
 
     def _round(self, *, urgent: bool) -> tuple[str, ...]:
-        """Collective."""
+        """Copy to all places; return the names that are left. Collective."""
         kept: list[dict[str, LogState]] = []
         with self._lock:
             before = frozenset(self._known)
@@ -604,7 +651,7 @@ class Copier:
         left = [name for drain in self._drains for name in drain.round(views, urgent=urgent)]
         lives = {x.seal.save_id for x in catalog(views)}
         with self._lock:
-            # Deleted by hand, copied everywhere or never: nobody needs to remember it.
+            # Deleted, copied everywhere or given up: it no longer has to be remembered.
             self._known -= {
                 s for s in before if s not in lives or all(d.is_settled(s) for d in self._drains)
             }
@@ -615,12 +662,12 @@ class Copier:
             return None
         state = drive(catch_up(self._source.fold_from), self._source.storage)
         self._source.known.learn(state)
-        # How far a copy came is found once in all that ever was, and known from then on.
+        # How far a copy is takes the whole log to find out, once; after that it is known.
         whole = not all(drain.is_planned for drain in self._drains)
         return self._source.placement.mine.id, state if whole else state.to_send(ids)
 
     def _first_known(self, seat: Seat) -> set[str]:
-        """Collective. All live saves wait, until the catalogs were compared."""
+        """Return all live saves: they wait until the catalogs were compared. Collective."""
         kept: list[set[str]] = []
 
         def gather(found: Sequence[View | None]) -> None:
@@ -636,7 +683,10 @@ _Turns = queue.SimpleQueue[tuple[Copier, _Turn] | None]
 
 
 def _work(turns: _Turns) -> None:
-    """The thread. Idle it keeps no copier alive: the runs of one that nobody has any more are released."""
+    """Serve rounds on the thread.
+
+    An idle thread keeps no copier alive, so the runs of an abandoned copier are released.
+    """
     while (asked := turns.get()) is not None:
         copier, turn = asked
         copier.serve(turn)
