@@ -1,19 +1,19 @@
-"""Carries retention out: decided together after a commit, entered in every log, bytes in the background.
+"""Carries retention out: decided together after a commit, entered in every log, then bytes deleted.
 
     after_commit    every owner folds its log, the coordinator decides once       (collective)
                     every owner of a listed domain appends the deletes            (collective)
-                    the bytes follow, when ``grace_s`` is over                    (a thread per owner)
-    delete          the same for one save that somebody else let go; what fails is raised
+                    the bytes are removed when ``grace_s`` is over                (a thread per owner)
+    delete          the same for one save that the caller chose; failures are raised
 
-``after_commit`` is called after the successor's commit and never before. What fails in it is told
-(``DeleteFailed``, and once in the log), tried again after later commits, less and less often, and never
-raised: a checkpoint that cannot be deleted is no reason to stop training. What a process leaves undone,
-the next owner of the run does.
+``after_commit`` is called after the successor's commit and never before. A failure in it is
+reported (``DeleteFailed``, and one line in the log), tried again after later commits, less and less
+often, and never raised: a checkpoint that cannot be deleted is no reason to stop training. The next
+owner of the run finishes what a process leaves undone.
 
-    eraser.adopt(seals)     their deletes are entered; they lie whole for ``grace_s`` from now
-    eraser.go_on()          begins with whatever is due, in a thread of its own; a timer does the rest
+``Eraser`` removes the bytes; only the owner of a domain has one:
 
-Only the owner of a domain has an eraser.
+    eraser.adopt(seals)     their deletes are in the log; their bytes stay for ``grace_s`` from now
+    eraser.go_on()          begins with all that is due, in a thread of its own; a timer does the rest
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ class Rest:
     until_s: float = 0.0
 
     def failed(self, now_s: float) -> bool:
-        """Whether this was the first time. The next try is free, then they get rarer."""
+        """Note a failure; return whether it was the first.
+
+        The next try may come at once, later ones less and less often.
+        """
         self.failures += 1
         rest_s = 0.0 if self.failures == 1 else _FIRST_REST_S * 2 ** (self.failures - 2)
         self.until_s = now_s + min(rest_s, _LONGEST_REST_S)
@@ -89,7 +92,12 @@ class Rest:
 
 @dataclass(slots=True)
 class _Doomed:
-    """A deleted save whose bytes are here. due_s: when its grace is over. busy: being removed."""
+    """A deleted save with bytes in this domain.
+
+    Attributes:
+        due_s: When its grace is over.
+        busy: Its bytes are being removed.
+    """
 
     seal: Seal
     reason: str
@@ -113,8 +121,9 @@ class Eraser:
     def adopt(
         self, seals: Sequence[Seal], reason: str = "deleted before", *, at_once: bool = False
     ) -> None:
-        """Their deletes are in the log; from now on their bytes are this one's business. at_once: no reader
-        is given time.
+        """Take over the bytes of saves with deletes in the log.
+
+        ``at_once``: readers get no grace.
         """
         due_s = self._clock() + (0.0 if at_once else self._grace_s)
         with self._lock:
@@ -123,7 +132,7 @@ class Eraser:
                 self._doomed.setdefault(seal.save_id, _Doomed(seal, reason, due_s, Rest()))
 
     def go_on(self, *, again: bool = False) -> None:
-        """Begin with whatever is due. again: with what failed before, too."""
+        """Begin to remove what is due. ``again``: also what failed before."""
         now = self._clock()
         with self._lock:
             if self._closed:
@@ -143,16 +152,16 @@ class Eraser:
             self._background.submit(what, lambda d=doomed: self._erase(d))  # type: ignore[misc]
 
     def _arm(self, now_s: float) -> None:
-        """One timer, for the first grace that ends."""
+        """Set one timer, for the first grace that ends."""
         due = [d.due_s for d in self._doomed.values() if d.due_s > now_s]
         if self._timer is None and due:
-            # Weak: a grace of hours would keep the run of a manager that nobody has any more.
+            # Weak: during a grace of hours, the timer would keep the run of an abandoned manager.
             self._timer = threading.Timer(min(due) - now_s, _ring, [weakref.ref(self)])
             self._timer.daemon = True
             self._timer.start()
 
     def ring(self) -> None:
-        """A grace is over."""
+        """Remove what is due, because a grace is over."""
         with self._lock:
             self._timer = None
         self.go_on()
@@ -182,17 +191,20 @@ class Eraser:
             self._tell(Deleted(str(seat.storage.uri(seal.name)), seal.save_id, doomed.reason))
 
     def debris(self) -> int:
-        """How many wait although their grace is over."""
+        """Return how many saves still have bytes although their grace is over."""
         now = self._clock()
         with self._lock:
             return sum(1 for d in self._doomed.values() if d.due_s <= now)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for the removals that have begun."""
+        """Wait for the removals that have begun, for up to ``timeout_s`` seconds.
+
+        Returns whether they ended.
+        """
         return self._background.drain(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish the removals that have begun, begin no other."""
+        """Finish the removals that have begun, and begin no other."""
         with self._lock:
             self._closed = True
             timer, self._timer = self._timer, None
@@ -214,7 +226,7 @@ def _ring(eraser: weakref.ref[Eraser]) -> None:
 
 
 def failure_of(seat: Seat, seal: Seal, error: BaseException, *, first: bool) -> DeleteFailed:
-    """The event of a failed delete; logged as a warning the first time."""
+    """Return the event of a failed delete; log it as a warning the first time."""
     uri = seat.storage.uri(seal.name)
     level = logging.WARNING if first else logging.DEBUG
     logger.log(level, "%s could not be deleted and is tried again later: %s", uri, error)
@@ -223,13 +235,17 @@ def failure_of(seat: Seat, seal: Seal, error: BaseException, *, first: bool) -> 
 
 R = TypeVar("R")
 
-ENTRY_S = 10.0  # how long an entry is tried that nobody waits for: the next commit tries again
+ENTRY_S = 10.0  # how long to try an entry that no caller waits for: the next commit tries again
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What one rank brings: an owner its log, every rank the saves that it still needs, and the step that
-    the run has come to.
+    """What one rank contributes.
+
+    Attributes:
+        view: An owner's log.
+        roots: The saves that this rank still needs.
+        at: The step that the run has reached.
     """
 
     view: View | None
@@ -239,8 +255,11 @@ class _Said:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The same on every rank. halfway: deleted in one domain and not yet in another. pins: of replaced
-    saves, each with the save that takes it over.
+    """The decision, the same on every rank.
+
+    Attributes:
+        halfway: Saves that are deleted in one domain and not yet in another.
+        pins: The pinned saves that were replaced, each with the save that takes the pin over.
     """
 
     kept: int
@@ -250,12 +269,18 @@ class _Verdict:
 
 
 class Retirer:
-    """Retention of one held run, seen from one rank. ``after_commit``, ``pin``, ``delete`` are collective.
+    """Retention of one held run, seen from one rank.
 
-    keep: the policy. mine: whether a save is the manager's. grace_s: for how long a deleted save
-    stays whole for readers that found it before. tell: hears Retained, Deleted and DeleteFailed, the
-    latter two from a thread of an owner. Make it after the claim and before the first save, on a run
-    that was claimed with ``defer_deletes`` where there is a grace.
+    ``after_commit``, ``pin`` and ``delete`` are collective. Make it after the claim and before the
+    first save, on a run that was claimed with ``defer_deletes`` if there is a grace.
+
+    Args:
+        run: The held run.
+        keep: The policy.
+        mine: Whether a save is the manager's.
+        grace_s: For how many seconds a deleted save stays whole for readers that found it before.
+        tell: Receives Retained, Deleted and DeleteFailed; the latter two from a thread of an owner.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -281,11 +306,12 @@ class Retirer:
     def after_commit(
         self, seat: Seat, roots: Collection[str] = (), *, at: int | None = None
     ) -> Retained | None:
-        """Collective on the seat's control, after a commit. Let go what the policy does not keep.
+        """Delete what the policy does not keep. Collective on the seat's control, after a commit.
 
-        roots: save_ids that this rank still needs; those of all ranks count. at: the step that the run has
-        come to, equal on all ranks: later ones stay; None: they do not. None: it could not be decided
-        this time (in the log). Never raises a CkptfsError.
+        ``roots`` are save_ids that this rank still needs; those of all ranks count. ``at`` is the
+        step that the run has reached, equal on all ranks: later steps stay; with None they do not.
+        Returns None if it could not be decided this time; the log says why. Never raises a
+        CkptfsError.
         """
         retained = None
         try:
@@ -299,10 +325,11 @@ class Retirer:
         return retained
 
     def pin(self, seat: Seat, save_id: str, *, pinned: bool = True) -> None:
-        """Collective. Keep a save whatever the policy says, until it is unpinned; survives restarts.
+        """Keep a save whatever the policy says, until it is unpinned.
 
-        NotFoundError: it is not a live save of the run. FencedError: a newer owner has the run.
-        CollectiveError: an owner could not write; the pin may stand, an unpinning does not.
+        Collective; survives restarts. Raises NotFoundError if it is not a live save of the run,
+        FencedError if a newer owner has the run, and CollectiveError if an owner could not write: a
+        pin may then be set all the same, an unpinning is not.
         """
         where = seat.storage.uri("")
 
@@ -336,12 +363,13 @@ class Retirer:
         reason: str = "deleted by name",
         at_once: bool = False,
     ) -> None:
-        """Collective. Let one save go, whatever the policy says; its bytes follow as ever, or, at_once,
-        without the grace for readers.
+        """Delete one save, whatever the policy says. Collective.
 
-        NotFoundError: it is not a live save of the run. StateError: it is pinned, or one that stays
-        uses its files. FencedError: a newer owner has the run. CollectiveError: an owner could not
-        write; deleted in one log is deleted, and the next commit or owner completes the others.
+        Its bytes are removed as usual, or with ``at_once`` without the grace for readers. Raises
+        NotFoundError if it is not a live save of the run, StateError if it is pinned or a save that
+        stays uses its files, FencedError if a newer owner has the run, and CollectiveError if an
+        owner could not write. A save that is deleted in one log is deleted; the next commit or
+        owner completes the others.
         """
         where = seat.storage.uri("")
 
@@ -359,7 +387,7 @@ class Retirer:
         def enter() -> Refusal | None:
             if not _holds(seat, save_id):
                 return None
-            self._unentered.setdefault(save_id, Rest())  # an answer may be lost: looked at again
+            self._unentered.setdefault(save_id, Rest())  # checked again if the answer is lost
             done = self._append(seat, going, frozenset({save_id}), at_once=at_once)
             self._unentered.pop(save_id)
             gone = done.state.save(save_id).deleted
@@ -376,20 +404,25 @@ class Retirer:
             self._eraser.go_on()
 
     def make_room(self, timeout_s: float = 60.0) -> bool:
-        """Local. Wait for the removals under way, so that keep_latest + 1 saves fit on the disk;
-        whether all were done. For an owner, before it writes the next save; nothing elsewhere.
+        """Wait for the removals under way, so that keep_latest + 1 saves fit on the disk. Local.
+
+        An owner calls it before it writes the next save; on other ranks it does nothing. Returns
+        whether all removals ended within ``timeout_s`` seconds.
         """
         return self._eraser is None or self._eraser.drain(timeout_s)
 
     def debris(self) -> int:
-        """Local. Deleted saves whose bytes are still in this rank's domain after their grace."""
+        """Return how many deleted saves still have bytes in this rank's domain after their grace.
+
+        Local.
+        """
         return 0 if self._eraser is None else self._eraser.debris()
 
     def log_needs(self, per_rank: Sequence[Counters]) -> str | None:
-        """Local. After the first save: log what it took in this rank's domain and what the policy
-        will need there, as a warning where that is not free. The text; None but on owners.
+        """Log how much space the policy needs in this rank's domain. Local, after the first save.
 
-        per_rank: of ``SaveResult``.
+        It is a warning if that space is not free. ``per_rank`` is that of ``SaveResult``. Returns
+        the text; None on ranks that are not owners.
         """
         seat = self._run.seat
         if self._eraser is None:
@@ -409,16 +442,17 @@ class Retirer:
         return text
 
     def _held(self) -> int:
-        """How many saves of the manager's lie here already."""
+        """Return how many saves of the manager are here already."""
         seat = self._run.seat
         state = seat.known.state
         views = {} if state is None else {seat.placement.mine.id: state}
         return sum(1 for live in catalog(views) if self._mine(live.seal))
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Local. Finish removals under way; whether none is left running. Before the run's release.
+        """Finish removals under way; return whether none is left running.
 
-        Saves within their grace keep their bytes: the next owner of the run removes them.
+        Local, before the run's release. Saves within their grace keep their bytes: the next owner
+        of the run removes them.
         """
         return self._eraser is None or self._eraser.close(timeout_s)
 
@@ -427,7 +461,7 @@ class Retirer:
     def _retain(self, seat: Seat, roots: Collection[str], at: int | None) -> Retained:
         verdict = self._step_with_logs(seat, "retain", roots, self._decide, at)
         if verdict.going or verdict.halfway or verdict.pins:
-            # A barrier: whoever returns from a save sees a log without what it let go.
+            # A barrier: when a save returns on any rank, the log no longer has what was deleted.
             seat.control.step("retire", lambda: self._enter_all(seat, verdict))
         names = tuple(str(seat.storage.uri(going.seal.name)) for going in verdict.going)
         return Retained(verdict.kept, names)
@@ -463,7 +497,10 @@ class Retirer:
         return _Verdict(len(plan.kept), plan.going, tuple(half_deleted(views)), pins)
 
     def _enter_all(self, seat: Seat, verdict: _Verdict) -> None:
-        """Owners: the entries of this domain, oldest save first; one that fails keeps no other."""
+        """Append the entries of this domain, oldest save first; owners only.
+
+        A failure stops no other.
+        """
         for old, new in verdict.pins:
             self._pass_on(seat, old, new)
         together = frozenset(going.seal.save_id for going in verdict.going)
@@ -473,7 +510,7 @@ class Retirer:
                 return
 
     def _pass_on(self, seat: Seat, old: str, new: str) -> None:
-        """The successor's pin first: at no moment is neither pinned."""
+        """Pin the successor first, so that at no moment neither is pinned."""
         try:
             for save_id, pinned in ((new, True), (old, False)):
                 if _holds(seat, save_id):
@@ -484,14 +521,14 @@ class Retirer:
     def _enter_pin(
         self, seat: Seat, save_id: str, *, pinned: bool, deadline_s: float = 60.0
     ) -> Appended | Refused[Refusal]:
-        """Owners: the pin, or its end, in this domain's log."""
+        """Append the pin, or its end, to this domain's log; owners only."""
         program = pin(save_id, seat.means(), self._run.generation, seat.fold_from, pinned=pinned)
         done = drive(program, seat.storage, deadline_s=deadline_s)
         _learned(seat, done.state)
         return done
 
     def _enter(self, seat: Seat, going: Deletable, together: frozenset[str]) -> bool:
-        """One entry of retention; False once a newer owner has the run."""
+        """Append one delete of retention; return False once a newer owner has the run."""
         seal, save_id = going.seal, going.seal.save_id
         rest = self._unentered.setdefault(save_id, Rest())
         if self._eraser is None or self._clock() < rest.until_s:
@@ -517,7 +554,7 @@ class Retirer:
         deadline_s: float = 60.0,
         at_once: bool = False,
     ) -> Appended | Refused[Refusal]:
-        """Owners: the delete in this domain's log; from there on its bytes are the eraser's."""
+        """Append the delete to this domain's log, and give its bytes to the eraser; owners only."""
         seal, save_id = going.seal, going.seal.save_id
         seat.spared.add(save_id)  # before the entry: clearing must not see it in between
         program = retire(
@@ -540,7 +577,7 @@ class Retirer:
         return done
 
     def _adopt_unsure(self, eraser: Eraser) -> None:
-        """Deletes that seemed to fail and lie in the log after all: their answer was lost."""
+        """Adopt deletes that seemed to fail but are in the log: only their answer was lost."""
         state = self._run.seat.known.state
         if self._unentered and state is not None:
             found = [seal for seal in waiting(state) if seal.save_id in self._unentered]

@@ -4,16 +4,16 @@
 
     commit order    ... 900   1000   1100   1200   1300   1400
     latest=3                                ^^^^   ^^^^   ^^^^     the last three commits
-    every=1000           ^^^^                                      steps that 1000 divides, for ever
-    best                 the one with the least loss, wherever it stands
+    every=1000           ^^^^                                      multiples of 1000 stay always
+    best                 the one with the least loss, at any place in the order
     going           900         1100
 
-The order is that of the commits, never that of the steps: a run that was restored at 50 and trained
-to 70 keeps 60 and 70 as the last two, not the rejected 100, which goes once training has passed it: a
-job that went back, or forgot where the run was, deletes nothing that is further than itself. Each kind
-(checkpoints, weights) counts for itself, and saves of a failing run count apart from the healthy ones.
-Names that are not the manager's are not looked at, pinned saves stay, and so does whatever a save that
-stays refers to.
+The order is that of the commits, never that of the steps. A run that was restored at 50 and trained
+to 70 keeps 60 and 70 as the last two, not the rejected 100. That one is deleted once training has
+passed it: a job that went back, or that lost its place in the run, deletes nothing that is further
+than itself. Each kind (checkpoints, weights) counts by itself, and saves of a failing run count
+apart from the healthy ones. Saves under names that are not the manager's are ignored, pinned saves
+stay, and so does everything that a kept save refers to.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ __all__ = [
 class Best:
     """Keep the ``count`` saves with the best value of a metric that was passed to ``save``.
 
-    A save without the metric is never among the best, nor is one with NaN; of two that are equal the older
-    stays. Saves of a failing run do not compete. No metric, a count below 1 or another mode is a StateError.
+    A save without the metric is never among the best, nor is one with NaN; of two equal ones the
+    older stays. Saves of a failing run do not compete. An empty metric, a count below 1 or another
+    mode is a StateError.
 
     Attributes:
         metric: Its name in ``metrics``.
         count: How many.
-        mode: "min" where less is better, "max" where more is.
+        mode: "min" if less is better, "max" if more is.
     """
 
     metric: str
@@ -66,11 +67,13 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which saves stay. A number below 1, or ``every`` or ``best`` without ``latest``, is a StateError.
+    """Which saves stay.
+
+    A number below 1, or ``every`` or ``best`` without ``latest``, is a StateError.
 
     Attributes:
-        latest: So many of the last commits; None deletes nothing.
-        every: Saves with a step that it divides are always kept (step 0 is divided by all); None: no such
+        latest: How many of the last commits stay; None deletes nothing.
+        every: Saves with a step that is a multiple of it always stay, step 0 too; None: no such
             saves.
         best: The best saves by a metric; None: no such saves.
     """
@@ -99,7 +102,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Of the manager's own live saves: which stay and which may go, each in commit order."""
+    """Which of the manager's own live saves stay and which may be deleted, each in commit order."""
 
     kept: tuple[Seal, ...] = ()
     going: tuple[Deletable, ...] = ()
@@ -113,12 +116,13 @@ def plan_retention(
     *,
     at: int | None = None,
 ) -> Plan:
-    """What stays and what may go, by the folded logs of the domains that were reached.
+    """Return what stays and what may be deleted, by the folded logs of the reached domains.
 
-    mine: whether a seal's name and kind are the manager's; all others stay and do not count.
-    roots: save_ids that somebody still needs: the save that the run was restored from, bases of
-    unfinished saves, saves that wait to be copied. at: the step that the run has come to: later steps
-    stay, whoever saved them; None: they count like any others. The newest commit of a kind is never let go.
+    ``mine`` says whether a seal's name and kind are the manager's; all other saves stay and do not
+    count. ``roots`` are save_ids that are still needed: the save that the run was restored from,
+    bases of unfinished saves, saves that wait to be copied. ``at`` is the step that the run has
+    reached: later steps stay, no matter which job saved them; None: they count like any others. The
+    newest commit of a kind always stays.
     """
     lives = [live.seal for live in catalog(views)]
     ours = [seal for seal in lives if mine(seal)]
@@ -137,14 +141,17 @@ def plan_retention(
 
 
 def _groups(ours: list[Seal]) -> Iterator[list[Seal]]:
-    """Each kind for itself; what a failing run saved must not push out what a healthy one did."""
+    """Yield each kind by itself, healthy saves and those of a failing run apart.
+
+    Saves of a failing run must not push out healthy ones.
+    """
     for kind in Kind:
         for failure in (False, True):
             yield [s for s in ours if s.artifact is kind and s.failure is failure]
 
 
 def _chosen(group: list[Seal], keep: Keep) -> Iterator[Seal]:
-    """Those of one group that the policy itself keeps."""
+    """Yield the saves of one group that the policy itself keeps."""
     yield from group[-(keep.latest or len(group)) :]
     if keep.every is not None:
         every = keep.every
@@ -167,7 +174,7 @@ def _best(group: list[Seal], best: Best) -> list[Seal]:
 
 
 def needs_text(size_bytes: int, keep: Keep) -> str:
-    """What the kept saves of one size take in one place, for the log after the first save."""
+    """Return the text about the space that the policy needs, for the log after the first save."""
     one = f"one checkpoint takes {size_text(size_bytes)}"
     if keep.latest is None:
         return f"{one}; keep_latest is not set, so nothing is deleted"
@@ -181,7 +188,10 @@ def needs_text(size_bytes: int, keep: Keep) -> str:
 
 
 def short_of(size_bytes: int, keep: Keep, free_bytes: int, held: int = 1) -> int:
-    """How many bytes of free space the policy lacks, 0 where it fits. held: saves that are written."""
+    """Return how many bytes of free space the policy lacks, 0 if it fits.
+
+    ``held`` is how many saves are written already.
+    """
     more = max(0, _slots(keep) - held)
     return max(0, more * size_bytes - free_bytes)
 
