@@ -1,1 +1,1 @@
-"""What the command line does, as functions for programs. They know no terminal and print nothing."""
+"""The commands of the command line as functions for programs: no terminal, no printing."""

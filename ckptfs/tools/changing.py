@@ -1,15 +1,16 @@
-"""Delete, pin and unpin one checkpoint by its URI, from one process, with no run in hand. No torch.
+"""Delete, pin and unpin one checkpoint by its URI, from one process without an open run. No torch.
 
-    remove(uri)         commit/delete/delete_checkpoint.py, after what can be told without a claim was looked at
-    set_pin(uri, ...)   one entry; the run need not be free
+    remove(uri)         does the checks that need no claim, then commit/delete/delete_checkpoint.py
+    set_pin(uri, ...)   appends one entry; the run need not be free
 
-A pin says nothing about who owns the run: it is one more entry, in the order of the log, and an owner
-that lets something go reads all entries below its own delete. So anybody may pin while a job trains; a
-pin that comes behind the delete is refused.
+A pin is one more entry in the order of the log, and it does not depend on who owns the run. An owner
+that deletes a checkpoint reads all entries before its own delete, so it sees each pin that came first.
+Any process may therefore pin while a job trains. A pin that comes after the delete is refused.
 
-Nothing is appended to a log that has a gap: the entry would take the number of the one that is missing.
-Nor is anything deleted by a log that a newer version wrote to, nor, unasked, a checkpoint whose other
-domains are not reached from here: their logs may hold a pin that this one does not know.
+Nothing is appended to a log that has a gap: the entry would take the number of the missing one.
+Nothing is deleted if a newer version wrote to the log. If some domains of a checkpoint cannot be
+reached from here, it is deleted only with ``partial=True``: the logs of those domains may hold a pin
+that is unknown here.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Removed:
 
     Attributes:
         uri: The checkpoint.
-        elsewhere: Domains that hold bytes of it and were not reached; they stay there until a job with all
-            nodes takes the run, or the same is done there.
+        elsewhere: Domains that hold bytes of it and were not reached. Those bytes stay until a job on
+            all nodes takes the run, or the checkpoint is deleted from there too.
     """
 
     uri: Uri
@@ -62,15 +63,15 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """What a pin came to.
+    """The outcome of a pin or an unpin.
 
     Attributes:
         uri: The checkpoint.
         save_id: The id of the save.
         pinned: Whether it is pinned now.
-        changed: False where it was so already.
-        elsewhere: Domains that hold the save and were not reached: an unpinning counts only where it was
-            entered.
+        changed: False if it was so already.
+        elsewhere: Domains that hold the save and were not reached. An unpin has no effect in these,
+            because it is not in their logs.
     """
 
     uri: Uri
@@ -85,11 +86,11 @@ def committed_in(run_uri: Any, storage_options: Mapping[str, Any] | None = None)
 
     Args:
         run_uri: The run.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Raises:
-        NotFoundError: The log knows none, or there is no run.
+        NotFoundError: There is no run, or its log has no committed checkpoint.
         ManifestError: The log is damaged or newer.
     """
     root = Uri.parse(run_uri)
@@ -105,19 +106,19 @@ def committed_in(run_uri: Any, storage_options: Mapping[str, Any] | None = None)
 def doomed_at(
     uri: Any, storage_options: Mapping[str, Any] | None = None, *, partial: bool = False
 ) -> tuple[Checkpoint, ...]:
-    """Find what ``remove`` would delete: the saves of that name with bytes there. Local, read-only.
+    """Find what ``remove`` would delete: saves of that name that have bytes. Local, read-only.
 
     Args:
         uri: The checkpoint.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
-        partial: Also where other nodes hold some of it.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
+        partial: Accept that other nodes hold some of it.
 
     Returns:
         The saves, as lines of a listing.
 
     Raises:
-        NotFoundError: The log of its run knows none; the message says what to do then.
+        NotFoundError: The log of its run has no such checkpoint; the message says what to do.
         StateError: It is pinned, it is a part, or not all of its domains are reached (unless ``partial``).
         ManifestError: The log is damaged or newer.
     """
@@ -154,7 +155,7 @@ def _doomed(
 
 
 def _saves_of(look: Look, name: str) -> list[SaveState]:
-    """Of all views, the sealed saves of a name."""
+    """Return the sealed saves of a name in all views."""
     return [save for view in look.views.values() for save in view.saves.of_name(name)]
 
 
@@ -163,7 +164,10 @@ def _elsewhere(look: Look, saves: Sequence[SaveState]) -> tuple[str, ...]:
 
 
 def _hosts_of(look: Look, saves: Sequence[SaveState], domains: Sequence[str]) -> str:
-    """Domains, with the hosts that reach them where the manifests here tell. Read-only."""
+    """Return the domains as text, each with its hosts if a seal or a manifest here names them.
+
+    Read-only.
+    """
     hosts: dict[str, tuple[str, ...]] = {}
     for seal in [save.seal for save in saves if save.seal is not None]:
         for ref in seal.parts:
@@ -182,26 +186,28 @@ def _hosts_of(look: Look, saves: Sequence[SaveState], domains: Sequence[str]) ->
 def remove(
     uri: Any, storage_options: Mapping[str, Any] | None = None, *, partial: bool = False
 ) -> Removed:
-    """Delete the checkpoint; its bytes are gone when it returns. Local; files of others stay.
+    """Delete the checkpoint. Local.
 
-    After a crash it is deleted or not; the next call or owner removes the rest of its bytes.
+    Its bytes are gone when this returns; files that others put into its directory stay. After a crash the
+    checkpoint is either deleted or not. The next call, or the next owner of the run, removes the rest of
+    its bytes.
 
     Args:
         uri: The checkpoint.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
-        partial: Also where other nodes hold some of it.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
+        partial: Accept that other nodes hold some of it.
 
     Returns:
         What was deleted.
 
     Raises:
-        NotFoundError: The log of its run knows none; the message says what to do then.
+        NotFoundError: The log of its run has no such checkpoint; the message says what to do.
         StateError: It is pinned, it is a part, others use its files, or not all of its domains are reached
             (unless ``partial``).
         ManifestError: The log is damaged or newer.
         RunBusyError: A living owner holds the run.
-        StorageError: It is deleted, and bytes of it stay.
+        StorageError: It is deleted, but some of its bytes stay.
     """
     target = Uri.parse(uri)
     with looking_at(target.parent, storage_options) as look:
@@ -214,22 +220,22 @@ def remove(
 
 
 def set_pin(uri: Any, *, pinned: bool, storage_options: Mapping[str, Any] | None = None) -> Pinned:
-    """Pin the live checkpoint of that name, or take the pin away; durable on return. Local.
+    """Pin or unpin the live checkpoint of that name; durable on return. Local.
 
     Args:
         uri: The checkpoint.
-        pinned: True pins it, False takes the pin away.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        pinned: True pins it, False removes the pin.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Returns:
-        What it came to.
+        The outcome.
 
     Raises:
-        NotFoundError: It is no live checkpoint that the log of its run knows.
+        NotFoundError: The log of its run has no live checkpoint of that name.
         StateError: It is a part.
         ManifestError: The log is damaged.
-        CommitInDoubtError: No answer came: the pin may be in the log, and the same call again settles it.
+        CommitInDoubtError: No answer came, so the pin may be in the log. The same call again settles it.
     """
     target = Uri.parse(uri)
     with looking_at(target.parent, storage_options) as look:
@@ -257,7 +263,7 @@ def _open(target: Uri, uri: Any, storage_options: Mapping[str, Any] | None) -> S
 
 
 def _touch_log(storage: Storage) -> None:
-    """As ``Seat.touch_log_later``, but now: this process may end before a timer of its own."""
+    """Touch the log now: this process may end before the timer of ``Seat.touch_log_later``."""
     if storage.capabilities.shape is Shape.FILESYSTEM:
         time.sleep(TOUCH_AFTER_S)
         with contextlib.suppress(StorageError):
@@ -267,8 +273,10 @@ def _touch_log(storage: Storage) -> None:
 def _not_ours(
     look: Look, target: Uri, options: Mapping[str, Any] | None, command: str
 ) -> CkptfsError:
-    """Why nothing is done about a name. What the log, or a checkpoint around it, knows of is nobody's to
-    remove by hand.
+    """Return the error that says why ``command`` does nothing to this name.
+
+    Only if neither the log nor an enclosing checkpoint knows the name does the error allow the user to
+    remove it by hand.
     """
     inside = _inside(target, options) or _run_instead(target, options, command)
     if inside is not None:
@@ -295,7 +303,7 @@ _BEGUN = frozenset({State.SAVING, State.ABANDONED})
 
 
 def _inside(target: Uri, options: Mapping[str, Any] | None) -> StateError | None:
-    """Refuses what lies in a checkpoint: a part of it, its data."""
+    """Return the error for a target inside a checkpoint, such as a part; None for others."""
     for whole in (target.parent, target.parent.parent):
         if whole.parent == whole or not whole.name:
             return None
@@ -303,7 +311,7 @@ def _inside(target: Uri, options: Mapping[str, Any] | None) -> StateError | None
             with looking_at(whole.parent, options) as look:
                 saves = [save for save in _saves_of(look, whole.name) if not save.gone]
         except (StorageError, UriError):
-            return None  # above a run nothing need be permitted
+            return None  # the directory above a run may be forbidden
         if saves:
             parts = {ref.name for save in saves if save.seal is not None for ref in save.seal.parts}
             what = "a part of" if target.name in parts else "something in"
@@ -316,7 +324,10 @@ def _inside(target: Uri, options: Mapping[str, Any] | None) -> StateError | None
 
 
 def _run_instead(target: Uri, options: Mapping[str, Any] | None, command: str) -> StateError | None:
-    """The error where a run lies there: what it holds goes checkpoint by checkpoint, and by its log."""
+    """Return the error for a target that is a run: checkpoints are changed one by one, by the log.
+
+    None if no run is there.
+    """
     with looking_at(target, options) as look:
         if not look.views:
             return None

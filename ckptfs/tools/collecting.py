@@ -1,36 +1,36 @@
-"""Finds and removes what dead jobs left in a run: ``ckptfs gc``. No torch. See ``debris`` for what there is.
+"""Find and remove what dead jobs left in a run: ``ckptfs gc``. ``debris`` lists the kinds.
 
-    look_for_debris(uri)    read-only: what is there, and what would go
-    collect(uri)            removes it, as the next owner of the run would, and then what that leaves
-    runs_at(uri)            the run that lies there, or the runs below
+    look_for_debris(uri)    read-only: what was left, and what would be removed
+    collect(uri)            removes it: first as the next owner of the run would, then the rest
+    runs_at(uri)            the run at the URI, or the runs below it
 
-``collect`` takes the run for the moment, as a new job does: it appends a fence, and recovery aborts
-what is unfinished, completes deletes and empties the trash. Then goes what recovery does not know:
-late data, shared data that nobody lists, temporary files, uploads. At last the run is released.
+``collect`` takes the run for a moment, as a new job does: it appends a fence, and recovery aborts
+unfinished saves, completes deletes and empties the trash. Then it removes what recovery does not know:
+late data, shared data that no checkpoint lists, temporary files, uploads. Finally it releases the run.
 
-Where no log is, nothing is claimed: beside single files, such as Lightning's, what a killed writer left under
-a name of its own goes, once that process of this machine is gone, or by its age.
+A directory of single files, such as Lightning's, has no log, and nothing is claimed there. Temporary
+files are removed there if their writer was a process of this machine and has ended, or by their age.
 
-A fence ends every save that is on its way, also a plain one without a run, and a ``cp`` into it. So
-nothing is fenced, and nothing removed,
+A fence ends every save under way, including a plain save without a run and a ``cp`` into the run. So
+nothing is fenced and nothing is removed
 
-    - where nothing is to go;
-    - while the owner lives (its pid on this node, its lease elsewhere; that the job is the same is no
-      reason to take it);
-    - while an attempt that the standing owner's generation carries is younger than ``older_than_s``:
-      its last file was written a moment ago. What the log calls dead goes at any age;
+    - if there is nothing to remove;
+    - while the owner lives, by its pid on this node or by its lease elsewhere; a run of the same job
+      is not taken either;
+    - while an attempt of the current owner's generation is younger than ``older_than_s``, counted from
+      its last write. Attempts that are dead by the log are removed at any age;
     - after ``prepare_run(mode="overwrite")``, until something is committed: a fence would bring the
       older checkpoints back;
-    - while this machine's clock and that of the store are more than five minutes apart, unless
-      ``older_than_s`` is 0: the ages would be wrong. A file of ours in ``.ckptfs/tmp`` tells;
-    - where the log has a gap, has lost its domain, or was written by a newer version.
+    - while the clocks of this machine and of the store differ by more than five minutes, unless
+      ``older_than_s`` is 0: the ages would be wrong. A file in ``.ckptfs/tmp`` shows the store's time;
+    - if the log has a gap, has lost its domain, or was written by a newer version.
 
-A plain save that begins between that look and the fence gets FencedError: it fails, nothing is lost.
-After a crash at any point no committed checkpoint has lost a byte, and the next call goes on.
+A plain save that begins between these checks and the fence fails with FencedError; nothing is lost.
+After a crash at any point no committed checkpoint has lost a byte, and the next call does the rest.
 
-An id alone proves nothing: a person's copy of a checkpoint has the same one, and a run below has ids of
-its own. So data is late only where its save put it, an upload is ours only under an id of this run, and copies
-of checkpoints in a run, which are known from the log's own by where they are, are left alone (``homes_of``).
+An id alone proves nothing: a user's copy of a checkpoint has the same id, and a run below has its own
+ids. So data is late only where its own save put it, and an upload is ours only under an id of this run.
+Copies of checkpoints inside a run are recognised by their place (``homes_of``) and left alone. No torch.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ __all__ = [
 
 
 def homes_of(state: LogState) -> dict[str, str]:
-    """Return the directory with the data of every save that the log ``state`` has a name for. Pure."""
+    """Return the data directory of every save that has a name in ``state``, by save id. Pure."""
     homes = {}
     for save in state.saves.values():
         if save.seal is not None:
@@ -133,7 +133,7 @@ def homes_of(state: LogState) -> dict[str, str]:
 
 
 def names_save(storage: Storage, directory: str, save_id: str) -> bool:
-    """Whether the manifest in a directory, or without one its ``.metadata``, names a save.
+    """Whether the manifest in a directory names a save; its ``.metadata`` if there is no manifest.
 
     Args:
         storage: The run's.
@@ -141,7 +141,7 @@ def names_save(storage: Storage, directory: str, save_id: str) -> bool:
         save_id: The id of the save.
 
     Returns:
-        True also where the manifest is damaged, because then it may.
+        True also if the manifest is damaged, because it may have named the save.
     """
     try:
         named = foreign_metadata.names_save(read_limited(storage, f"{directory}/{MANIFEST}"))
@@ -157,15 +157,15 @@ def names_save(storage: Storage, directory: str, save_id: str) -> bool:
 
 
 def listed_by_copies(look: Look) -> frozenset[str] | None:
-    """Return paths below ``_data`` that copied checkpoints list.
+    """Return the paths below ``_data`` that checkpoints list that were copied into this run.
 
-    Those are checkpoints that were copied here, with an id that the log knows or without one.
+    It makes no difference whether the log knows the id of such a checkpoint.
 
     Args:
         look: What this process sees of the run.
 
     Returns:
-        The paths; None: one of the checkpoints is unreadable.
+        The paths; None if one of the checkpoints is unreadable.
     """
     (state,) = look.views.values()
     homes, paths = homes_of(state), set[str]()
@@ -175,7 +175,7 @@ def listed_by_copies(look: Look) -> frozenset[str] | None:
             if beside.checkpoint is None:
                 return None
             continue
-        # A copy of what the log knows is the log's for look_beside: it does not tell what it lists.
+        # look_beside takes a copy of a checkpoint of the log for the log's own: it lists no files.
         try:
             raw = read_limited(look.storage, f"{name}/{MANIFEST}")
             manifest = decode_manifest(raw, look.root / name)
@@ -193,14 +193,14 @@ _PARTIAL = re.compile(re.escape(PARTIAL_PREFIX) + r"((probe-)?[0-9a-f]{8,64}|kep
 
 
 def survey_debris(look: Look, older_than_s: float = DAY_S) -> Survey:
-    """Find what is left in a run, as one process sees it. Local, read-only.
+    """Find what dead jobs left in a run, as one process sees it. Local, read-only.
 
-    Where there is no log, only files that never got their name: writers of single files leave them.
+    Without a log, only temporary files of writers of single files are found.
 
     Args:
         look: What this process sees of the run.
-        older_than_s: How many seconds ago something that may be in use must have been written last, to be
-            removed.
+        older_than_s: Things that may be in use are removed only if they were last written at least this
+            many seconds ago.
 
     Returns:
         What was found.
@@ -229,8 +229,9 @@ def survey_debris(look: Look, older_than_s: float = DAY_S) -> Survey:
 
 
 def _links(look: Look) -> Iterator[Found]:
-    """Links where only directories of the run's own may be. None is looked behind: the names there are
-    somebody else's files, and would read as ours that go.
+    """Yield links in places where only the run's own directories belong. They are never followed.
+
+    The files behind a link belong to others, and their names could be taken for debris of this run.
     """
     here = [key for key in (TMP, ATTEMPTS, TRASH) if is_link(look.storage, key)]
     for folder in (ATTEMPTS, TRASH):
@@ -243,7 +244,7 @@ def _links(look: Look) -> Iterator[Found]:
 
 
 def _loose(storage: Storage, root: Uri, older_than_s: float) -> Iterator[Found]:
-    """Of single files: what lies beside them and never got its name."""
+    """Yield temporary files in a directory of single files: they never got their final name."""
     for entry in listed(storage, ""):
         if not entry.is_dir and is_partial_name(entry.name):
             yield _temporary(storage, root, entry.name, older_than_s)
@@ -286,7 +287,7 @@ class _Finder:
     # -- by the log ---------------------------------------------------------------------
 
     def attempts(self) -> Iterator[Found]:
-        """Attempts that the next owner would abort, or whose abort is in the log."""
+        """Yield attempts that the log aborted or the next owner would abort, and those in doubt."""
         report = Report(self._domain, self._state, tuple(self._records.values()))
         next_owner = Generation(self._state.generation.number + 1, "")
         plan = plan_recovery({self._domain: report}, next_owner)
@@ -324,12 +325,12 @@ class _Finder:
         )
 
     def deleted(self) -> Iterator[Found]:
-        """Saves whose delete is in the log and whose bytes are here."""
+        """Yield saves that are deleted in the log while their bytes are still here."""
         for seal in waiting(self._state):
             yield self._save(Debris.DELETED, seal, "its delete is in the log")
 
     def replaced(self) -> Iterator[Found]:
-        """Saves that the next owner deletes without being asked."""
+        """Yield saves that the next owner of the run deletes by itself."""
         for doom in doomed(self._look.views):
             if self._domain in doom.seal.everywhere:
                 why = f"{doom.reason}, and a later save was committed"
@@ -354,7 +355,7 @@ class _Finder:
         return Found(debris, seal.name, where, tree.files, tree.size_bytes, age_s, Fate.GOES, why)
 
     def trash(self) -> Iterator[Found]:
-        """What a deleter moved away and did not come to remove."""
+        """Yield what a deleter moved into the trash and did not remove before it died."""
         if is_link(self._storage, TRASH):
             return
         for entry in listed(self._storage, TRASH):
@@ -368,7 +369,7 @@ class _Finder:
     # -- by their names, and the log ----------------------------------------------------
 
     def beside_steps(self) -> Iterator[Found]:
-        """In the directories of steps: data of dead saves, temporary files. Links are not followed."""
+        """Yield data of dead saves and temporary files in step directories. Follows no links."""
         dead, homes = set(self._dead()), homes_of(self._state)
         parts = {homes[s.save_id] for s in self._state.saves.values() if s.part is not None}
         tops = [
@@ -405,7 +406,7 @@ class _Finder:
                     yield self._temporary(f"{key}/{file.name}")
 
     def _late(self, top: str, save_id: str, home: str | None) -> Iterator[Found]:
-        """Data of a dead save, where that save put it. Anywhere else it is somebody's copy."""
+        """Yield data of a dead save if it is where that save put it. Anywhere else it is a copy."""
         key, why = f"{top}/{save_id}", "its save is not there any more, by the log"
         if home is None:
             why = "its save was aborted; the log does not say where it had to be"
@@ -426,7 +427,7 @@ class _Finder:
         return self._caps.shape is Shape.FILESYSTEM
 
     def _dead(self) -> Iterator[str]:
-        """Saves that have no bytes by the log. Those with an attempt are found as such."""
+        """Yield ids of saves without bytes by the log. ``attempts`` finds those with an attempt."""
         for save in self._state.saves.values():
             if save.save_id in self._records:
                 continue
@@ -437,7 +438,7 @@ class _Finder:
                     yield save.save_id
 
     def shared(self) -> Iterator[Found]:
-        """Object stores: data that no checkpoint lists any more."""
+        """Yield data on an object store that no checkpoint lists any more."""
         if self._on_disk:
             return
         dead = set(self._dead())
@@ -471,7 +472,7 @@ class _Finder:
     # -- by their names and age ---------------------------------------------------------
 
     def temporary(self) -> Iterator[Found]:
-        """Entries of the log on their way, and halves of small files."""
+        """Yield staged log entries that were never published, and half-written small files."""
         for folder, name_of in ((TMP, _WRITE_ID), (CONTROL, _PARTIAL)):
             if is_link(self._storage, folder):
                 continue
@@ -484,7 +485,7 @@ class _Finder:
         return _temporary(self._storage, self._look.root, key, self._older_than_s)
 
     def uploads(self, living: set[str]) -> Iterator[Found]:
-        """Uploads that nobody completed. living: ids of saves that may be under way."""
+        """Yield uploads that were never completed. living: attempts that may be under way."""
         for upload in self._uploads:
             where, *parts = upload.key.split("/")
             of = {p for p in parts[:3] if p in self._records or p in self._state.saves}
@@ -516,7 +517,7 @@ class _Finder:
         )
 
     def _age_s(self, tree: Tree, save_id: str) -> float | None:
-        """Since the last write; where the store does not tell, since the id was made."""
+        """Return seconds since the last write, or since the id was made if that is unknown."""
         if tree.newest_s is not None:
             return max(0.0, self._now_s - tree.newest_s)
         return age_s(began_at(save_id))
@@ -528,14 +529,14 @@ _CLOCKS_APART_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What became of one run.
+    """The result of one look at a run or of one clean-up.
 
     Attributes:
         uri: The run.
         holding: Who holds it.
-        found: All that was there before.
-        removed: What is gone of it, empty of a dry run.
-        left: What was to go and is still there.
+        found: Everything that was found before.
+        removed: What was removed of it; empty for a dry run.
+        left: What should have been removed and is still there.
         notes: What could not be read or removed.
     """
 
@@ -557,14 +558,14 @@ def look_for_debris(
     older_than_s: float = OLDER_THAN_S,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Collected:
-    """Find what is left in a run. Local, read-only.
+    """Find what dead jobs left in a run. Local, read-only.
 
     Args:
         run_uri: The run.
-        older_than_s: How many seconds ago something that may be in use must have been written last, to be
-            removed.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        older_than_s: Things that may be in use are removed only if they were last written at least this
+            many seconds ago.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Returns:
         What was found; nothing is removed.
@@ -572,7 +573,7 @@ def look_for_debris(
     Raises:
         NotFoundError: Nothing is there.
         StateError: It is a checkpoint.
-        ManifestError: Its log is damaged; nothing can be known by that.
+        ManifestError: Its log is damaged, so it is not known what is dead.
     """
     with _looking(run_uri, storage_options) as look:
         survey = survey_debris(look, older_than_s)
@@ -585,15 +586,16 @@ def collect(
     older_than_s: float = OLDER_THAN_S,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Collected:
-    """Remove what is left in a run. Local; writes only where something is to go.
+    """Remove what dead jobs left in a run. Local; writes only if there is something to remove.
 
     After a crash some of it is removed, and the same call removes the rest.
 
     Args:
         run_uri: The run.
-        older_than_s: How many seconds ago something that may be in use must have been written last.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        older_than_s: Things that may be in use are removed only if they were last written at least this
+            many seconds ago.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Returns:
         What was found, removed and left.
@@ -604,7 +606,7 @@ def collect(
         ManifestError: The log is damaged.
         RunBusyError: A living owner holds the run, or a save may be under way; nothing was changed.
         SymlinkError: A link is in the control directory.
-        FencedError: A newer owner took the run in between, and cleans up itself.
+        FencedError: A newer owner took the run in the meantime; it cleans up itself.
     """
     before = look_for_debris(run_uri, older_than_s, storage_options)
     for one in before.found:
@@ -640,8 +642,8 @@ def runs_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> tuple
 
     Args:
         uri: A run, or a place above runs.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Raises:
         NotFoundError: Nothing is there.
@@ -658,7 +660,7 @@ def runs_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> tuple
 
 @contextlib.contextmanager
 def _looking(run_uri: Any, options: Mapping[str, Any] | None) -> Iterator[Look]:
-    """A look at a run whose log can be told from its first entry to its last."""
+    """Yield a look at a run; refuses a log with a gap, and a place that is no run."""
     with looking_at(run_uri, options) as look:
         if look.views:
             refuse_gap(look)
@@ -704,7 +706,7 @@ def _notes(look: Look, survey: Survey, holding: Holding) -> tuple[str, ...]:
 
 
 def _refuse(look: Look, before: Collected) -> None:
-    """Whatever speaks against a fence now."""
+    """Raise an error if there is a reason not to append a fence now."""
     (state,) = look.views.values()
     refuse_newer(look)
     begun = [one for one in before.found if one.may_live and one.fate is Fate.YOUNG]
@@ -724,7 +726,7 @@ def _refuse(look: Look, before: Collected) -> None:
 
 
 def _refuse_clock(look: Look) -> None:
-    """An hour is young by a clock that is right, and a day by one that runs ahead."""
+    """Raise StateError if the clocks of this machine and of the store differ too much for ages."""
     key, storage = next(fresh_ids()), look.storage
     if look.views:
         key = staging_key(key)
@@ -736,7 +738,7 @@ def _refuse_clock(look: Look) -> None:
     finally:
         storage.remove(key)
     if written_s is None:
-        return  # the store tells no times: then no age came from its clock
+        return  # the store has no times, so no age came from its clock
     apart_s = max(before_s - written_s, written_s - time.time())
     if apart_s > _CLOCKS_APART_S:
         raise StateError(
@@ -757,7 +759,7 @@ def _claim_and_tidy(uri: Uri, options: Mapping[str, Any], older_than_s: float) -
 
 
 def _tidy(run: Run, older_than_s: float) -> list[str]:
-    """Remove what recovery left. What is refused is told, and the rest goes on."""
+    """Remove what recovery left. Return a note for each removal that was refused."""
     seat, told = run.seat, list[str]()
     state = drive(catch_up(seat.fold_from), seat.storage)
     look = Look(run.uri, seat.storage, {seat.placement.mine.id: state})

@@ -1,11 +1,12 @@
-"""What differs between two checkpoints, leaf by leaf; memory stays bounded whatever their size.
+"""Compare two checkpoints leaf by leaf, in bounded memory whatever their size.
 
     keys, dtypes, shapes     from both descriptions
-    values                   by block digests, where both have them and are sharded alike: no data is
-                             read; else both are read, about 32 MiB at a time
-    norms=True               reads all: the L2 norm of each, of the difference, the largest difference
+    values                   by block digests if both have them and are sharded alike: no data is
+                             read; otherwise both are read, about 32 MiB at a time
+    norms=True               reads everything: the L2 norms of both and of the difference, and the
+                             largest difference
 
-Two checkpoints may be of different formats, shardings and storages.
+The two checkpoints may have different formats, shardings and storages.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Change(StrEnum):
 
     Attributes:
         SAME: It is equal.
-        ADDED: Only the second has it.
-        REMOVED: Only the first has it.
-        SHAPE: Another shape or dtype, or an object where a tensor was.
-        BYTES: Other bytes.
+        ADDED: Only the second checkpoint has it.
+        REMOVED: Only the first checkpoint has it.
+        SHAPE: It has another shape or dtype, or one is an object and the other a tensor.
+        BYTES: Its bytes differ.
         UNKNOWN: There are no digests to compare, and ``read`` is False.
     """
 
@@ -65,12 +66,12 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """L2 norms in float64, and the largest absolute difference of two elements; nan where one is.
+    """L2 norms of one tensor in both checkpoints, in float64; nan if an element is nan.
 
     Attributes:
-        before: Of the first.
-        after: Of the second.
-        difference: Of the difference.
+        before: Norm in the first checkpoint.
+        after: Norm in the second checkpoint.
+        difference: Norm of the difference.
         max_abs: The largest absolute difference of two elements.
     """
 
@@ -82,16 +83,16 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One leaf of both.
+    """The comparison of one leaf.
 
     Attributes:
         key: Its key.
         change: What became of it.
-        before: The leaf of the first; None where it has none.
-        after: The leaf of the second; None where it has none.
-        basis: What this is based on.
-        changed_bytes: At most so many bytes differ; digests are of blocks of 1 MiB.
-        norms: Norms of both; None where they were not wanted.
+        before: The leaf in the first checkpoint; None if it is not there.
+        after: The leaf in the second checkpoint; None if it is not there.
+        basis: What the comparison is based on.
+        changed_bytes: The most bytes that can differ; with digests, a block of 1 MiB counts whole.
+        norms: Norms of both; None if they were not wanted.
     """
 
     key: str
@@ -105,23 +106,23 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Every leaf of both, by key.
+    """The comparison of all leaves of two checkpoints.
 
     Attributes:
-        leaves: One difference for each key.
+        leaves: One comparison for each key.
     """
 
     leaves: tuple[Difference, ...]
 
     @property
     def changed(self) -> tuple[Difference, ...]:
-        """Those that surely differ."""
+        """The leaves that are known to differ."""
         kept = (Change.SAME, Change.UNKNOWN)
         return tuple(leaf for leaf in self.leaves if leaf.change not in kept)
 
     @property
     def unknown(self) -> tuple[Difference, ...]:
-        """Those of which it was not found out."""
+        """The leaves that could not be compared."""
         return tuple(leaf for leaf in self.leaves if leaf.change is Change.UNKNOWN)
 
 
@@ -139,25 +140,24 @@ def compare(
     """Compare two checkpoints. Local, read-only; what is read is verified.
 
     Args:
-        before: The first.
-        after: The second.
-        storage_options: For the first: what fsspec's filesystem of that protocol takes; None: nothing beyond
-            what the URI has.
-        after_options: The same for the second; None: those of the first, where both are of one kind of
-            storage.
+        before: The first checkpoint.
+        after: The second checkpoint.
+        storage_options: Options for fsspec's filesystem of the first; None: only those that its URI
+            carries.
+        after_options: The same for the second; None: those of the first, if both have the same protocol.
         filters: fnmatch patterns of keys; empty: all keys.
         norms: Compute norms of differences too.
-        read: Read the data where digests cannot decide; False leaves that UNKNOWN.
+        read: Read the data if digests cannot decide; False leaves such leaves UNKNOWN.
         meter: Counts the bytes that are read.
 
     Returns:
-        Every leaf of both.
+        The comparison of every leaf of both.
 
     Raises:
-        NotFoundError: One of them is not there.
-        IncompleteCheckpointError: Not all of one is there.
+        NotFoundError: One of them does not exist.
+        IncompleteCheckpointError: One of them is incomplete.
         IntegrityError: What was read differs from what was written.
-        ManifestError: The description of one is damaged or too new.
+        ManifestError: The description of one of them is damaged or too new.
     """
     options = options_for(after, before, storage_options, after_options)
     with (
@@ -178,18 +178,18 @@ def compare_contents(
     read: bool = True,
     meter: Meter = SILENT,
 ) -> Compared:
-    """As ``compare``, of two that are open.
+    """Compare two open checkpoints, as ``compare`` does.
 
     Args:
-        before: The first.
-        after: The second.
+        before: The first checkpoint.
+        after: The second checkpoint.
         filters: fnmatch patterns of keys; empty: all keys.
         norms: Compute norms of differences too.
-        read: Read the data where digests cannot decide; False leaves that UNKNOWN.
+        read: Read the data if digests cannot decide; False leaves such leaves UNKNOWN.
         meter: Counts the bytes that are read.
 
     Returns:
-        Every leaf of both.
+        The comparison of every leaf of both.
     """
     old = {leaf.key: leaf for leaf in matching(before.leaves.values(), filters)}
     new = {leaf.key: leaf for leaf in matching(after.leaves.values(), filters)}
@@ -217,7 +217,7 @@ def _is_read(one: Difference, *, norms: bool) -> bool:
 
 
 def _described(key: str, old: Leaf | None, new: Leaf | None) -> Difference:
-    """UNKNOWN where the descriptions are alike."""
+    """Compare the descriptions of a leaf; UNKNOWN if they are alike."""
     if old is None:
         return Difference(key, Change.ADDED, old, new)
     if new is None:
@@ -241,7 +241,7 @@ def _by_digests(before: Contents, after: Contents, one: Difference) -> Differenc
         return one
     ours, theirs = _blocks(old), _blocks(new)
     if ours.keys() != theirs.keys():
-        # Another sharding; or another pickle, whose value may be the same all the same.
+        # The shardings differ; or the pickles of an object differ, which may still have equal values.
         return one
     changed = sum(size for at, (size, digest) in ours.items() if theirs[at] != (size, digest))
     if changed and isinstance(one.before, ObjectLeaf):
@@ -253,7 +253,7 @@ def _by_digests(before: Contents, after: Contents, one: Difference) -> Differenc
 def _blocks(
     items: Sequence[tuple[ItemDigests, Shard | None]],
 ) -> dict[tuple[Any, ...], tuple[int, int]]:
-    """(shard, place in it) -> (size, digest) of every block of what the leaf holds."""
+    """Return (size, digest) of every block of a leaf, by (shard, offset in it, size)."""
     found: dict[tuple[Any, ...], tuple[int, int]] = {}
     for item, shard in items:
         begin, end = 0, item.length
@@ -271,7 +271,7 @@ def _blocks(
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one tensor, piece by piece."""
+    """Running sums over the pieces of one tensor."""
 
     before: float = 0.0
     after: float = 0.0
@@ -285,7 +285,7 @@ class _Sums:
             self.changed_bytes += int(changed.sum())
         if not norms or not old.numel():
             return
-        # Products, not squares of everything: each temporary is as large as the piece, in float64.
+        # Dot products, not elementwise squares: each temporary is as large as the piece, in float64.
         x, y = _wide(old), _wide(new)
         self.before += _square(x)
         self.after += _square(y)
@@ -319,7 +319,7 @@ def _by_data(
         for box, ours, other in zip(batch, old, new, strict=True):
             sums.setdefault(box.leaf.key, _Sums()).add(ours, other, norms=norms)
             meter.advance(2 * box.size_bytes)
-        del old, new, ours, other  # or they would stay while the next batch is read
+        del old, new, ours, other  # otherwise they would stay while the next batch is read
     for key, one in tensors.items():
         yield _decided(one, sums.get(key, _Sums()), norms=norms)
     for one in pairs:
@@ -341,7 +341,7 @@ def _decided(one: Difference, sums: _Sums, *, norms: bool) -> Difference:
 
 
 def _same_object(before: Contents, old: ObjectLeaf, after: Contents, new: ObjectLeaf) -> bool:
-    """Equal bytes; or equal values, where two versions of torch pickled them differently."""
+    """Whether two objects have equal bytes, or equal values that torch pickled differently."""
     if before.blob(old) == after.blob(new):
         return True
     try:

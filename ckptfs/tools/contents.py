@@ -1,13 +1,13 @@
-"""What a checkpoint holds, leaf by leaf, and its values box by box: memory stays bounded.
+"""The leaves of a checkpoint, and their values box by box, in bounded memory.
 
 with open_contents(uri, options) as contents:
     contents.leaves                          TensorLeaf and ObjectLeaf, by key
-    contents.read([Box(leaf, (0, 0), (4, 8))])    tensors, verified where there are digests
+    contents.read([Box(leaf, (0, 0), (4, 8))])    tensors, verified if there are digests
     for boxes in batches(contents.tensors): ...   all of them, about 32 MiB at a time
 
-SavedContents     ours, stock DCP: .metadata, any sharding; safetensors: headers and index, one file or a
-                  directory, whoever wrote it. Read through the engine of loads
-LoadedContents    torch.save: one file, mapped where it is on a mounted filesystem, else fetched
+SavedContents     checkpoints of ckptfs and of stock DCP, by .metadata, in any sharding; safetensors of
+                  any writer, one file or a directory, by headers and index. Loads read the same way
+LoadedContents    one torch.save file, mapped if it is on a mounted filesystem, otherwise fetched
                   whole into memory; weights only
 other files       no leaves
 """
@@ -54,7 +54,7 @@ __all__ = [
     "batches",
 ]
 
-DEEPEST = 200  # levels of dicts and lists: what nests deeper is made to end the stack
+DEEPEST = 200  # levels of dicts and lists: deeper nesting is meant to overflow the stack
 
 _BATCH_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20
@@ -88,7 +88,7 @@ class TensorLeaf:
         dtype: Its dtype.
         shape: Its global shape.
         shards: The boxes that it was saved in.
-        path: Its place in the nested state dict; empty where that is not known.
+        path: Its place in the nested state dict; empty if that is not known.
     """
 
     key: str
@@ -112,7 +112,7 @@ class ObjectLeaf:
         file: The file that has it, relative to the checkpoint.
         start: Where it begins in the file, in bytes.
         length: Its size in bytes.
-        path: Its place in the nested state dict; empty where that is not known.
+        path: Its place in the nested state dict; empty if that is not known.
     """
 
     key: str
@@ -166,13 +166,13 @@ class Contents(ABC):
 
     @property
     def tensors(self) -> tuple[TensorLeaf, ...]:
-        """Those that are tensors, in the order of their bytes on the storage."""
+        """The leaves that are tensors, in the order of their bytes on the storage."""
         found = [leaf for leaf in self.leaves.values() if isinstance(leaf, TensorLeaf)]
         return tuple(sorted(found, key=_place_of))
 
     @property
     def objects(self) -> tuple[ObjectLeaf, ...]:
-        """Those that are not, in the order of their bytes on the storage."""
+        """The leaves that are objects, in the order of their bytes on the storage."""
         found = [leaf for leaf in self.leaves.values() if isinstance(leaf, ObjectLeaf)]
         return tuple(sorted(found, key=lambda leaf: (leaf.file, leaf.start)))
 
@@ -184,14 +184,15 @@ class Contents(ABC):
 
         Args:
             boxes: The parts.
-            into: Memory for each of them, of its dtype and shape; None makes some.
+            into: Memory for each of them, of its dtype and shape; None allocates it.
 
         Returns:
-            Their elements, contiguous, on the host; no other object has their memory, or none changes it.
+            The parts as contiguous host tensors. Their memory is either not shared with other objects,
+            or not changed by them.
 
         Raises:
-            IntegrityError: The bytes differ from what was written; named by file and key.
-            IncompleteCheckpointError: A file is missing; named by file and key.
+            IntegrityError: The bytes differ from what was written; the error names file and key.
+            IncompleteCheckpointError: A file is missing; the error names file and key.
         """
 
     def check_sizes(self, leaves: Iterable[Leaf]) -> None:
@@ -212,22 +213,22 @@ class Contents(ABC):
 
     @abstractmethod
     def digests(self, leaf: Leaf) -> tuple[tuple[ItemDigests, Shard | None], ...] | None:
-        """The digests of the bytes of ``leaf`` from when they were written, shard by shard; None: not of all."""
+        """The digests of ``leaf`` from its save, shard by shard; None if a shard has none."""
 
     def value(self, leaf: ObjectLeaf) -> Any:
         """The object, loaded with weights_only.
 
         Args:
-            leaf: Which one.
+            leaf: The object's leaf.
 
         Raises:
-            UnpicklingError: It would run code.
+            UnpicklingError: Loading it would run code.
         """
         return load_leaf(io.BytesIO(self.blob(leaf)))
 
 
 def batches(leaves: Iterable[TensorLeaf], most_bytes: int = _BATCH_BYTES) -> Iterator[list[Box]]:
-    """Yield all of the tensors ``leaves`` as boxes of at most 8 MiB, in batches of up to ``most_bytes`` bytes."""
+    """Yield ``leaves`` as boxes of at most 8 MiB, in batches of up to ``most_bytes`` bytes."""
     batch: list[Box] = []
     held_bytes = 0
     for leaf in leaves:
@@ -257,10 +258,10 @@ def _place_of(leaf: TensorLeaf) -> tuple[str, int]:
 
 
 class LoadedContents(Contents):
-    """Leaves of one torch.save file that was loaded: a nested dict, flattened as DCP does it.
+    """The leaves of one loaded torch.save file: a nested dict, flattened as DCP does it.
 
     Args:
-        loaded: What was loaded.
+        loaded: The loaded value.
         file: The name of the file.
     """
 
@@ -284,14 +285,14 @@ class LoadedContents(Contents):
     def read(
         self, boxes: Sequence[Box], into: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """As ``Contents.read``: views of what was loaded, copied where they are not contiguous."""
+        """As ``Contents.read``: views of the loaded tensors, copied if they are not contiguous."""
         found = [narrowed(self._tensors[box.leaf.key], box.offsets, box.lengths) for box in boxes]
         if into is None:
             return [host_tensor(tensor) for tensor in found]
         return [target.copy_(tensor) for target, tensor in zip(into, found, strict=True)]
 
     def blob(self, leaf: ObjectLeaf) -> bytes:
-        """As ``Contents.blob``: pickled once more, by itself."""
+        """As ``Contents.blob``: the object is pickled again, by itself."""
         return serialise_leaf(self._objects[leaf.key]).getvalue()
 
     def digests(self, leaf: Leaf) -> tuple[tuple[ItemDigests, Shard | None], ...] | None:
@@ -300,7 +301,7 @@ class LoadedContents(Contents):
 
 
 def _flat(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    if len(path) > DEEPEST:  # it may hold itself
+    if len(path) > DEEPEST:  # a container may contain itself
         raise IntegrityError(f"its values are nested more than {DEEPEST} deep")
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
@@ -322,15 +323,15 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-_LARGEST = (1 << 63) - 1  # what torch's sizes can be
+_LARGEST = (1 << 63) - 1  # the largest size in torch
 
 
 class SavedContents(Contents):
-    """Leaves in data files, by torch's metadata.
+    """The leaves in data files, as torch's metadata describes them.
 
     Args:
-        source: Reads the files; it stays the caller's.
-        metadata: torch's.
+        source: Reads the files; the caller keeps it.
+        metadata: torch's metadata of the checkpoint.
     """
 
     def __init__(self, source: Source, metadata: Metadata) -> None:
@@ -342,7 +343,7 @@ class SavedContents(Contents):
     def read(
         self, boxes: Sequence[Box], into: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """As ``Contents.read``; every byte that is read is compared as the source says."""
+        """As ``Contents.read``; the source's ``verify`` decides whether bytes are verified."""
         if into is None:
             into = [torch.empty(box.lengths, dtype=box.leaf.dtype) for box in boxes]
         targets = _Targets()
@@ -362,14 +363,14 @@ class SavedContents(Contents):
         found = create_read_items_for_chunk_list(box.leaf.key, described, [asked])
         pieces = [(item.dest_offsets, item.lengths) for item in found]
         if not fills(pieces, box.lengths):
-            # The memory of the box is fresh: what is not filled would be whatever lay there before.
+            # The memory of the box is not initialised: an unfilled part would hold arbitrary values.
             error = untiled(box.leaf.key, pieces, box.lengths)
             error.uri = str(self._source.storage.uri(self._source.home))
             raise error
         return found
 
     def check_sizes(self, leaves: Iterable[Leaf]) -> None:
-        """As ``Contents.check_sizes``: by the sizes of the files, of each one once."""
+        """As ``Contents.check_sizes``; the size of each file is read once."""
         sizes: dict[str, int] = {}
         for leaf in leaves:
             if isinstance(leaf, TensorLeaf):
@@ -396,13 +397,13 @@ class SavedContents(Contents):
         )
 
     def blob(self, leaf: ObjectLeaf) -> bytes:
-        """As ``Contents.blob``, compared with its digests where the source verifies."""
+        """As ``Contents.blob``, compared with its digests if the source verifies."""
         verifies = self._source.verify is Verify.READ
         known = read_digests(self._source, leaf.file) if verifies else None
         with open_data(self._source, leaf.file) as reader:
             file = DataFile(reader, self._source, leaf.file, known)
             file.check_size(leaf.start + leaf.length)
-            data = bytearray(leaf.length)  # not before: a length that cannot be is not memory
+            data = bytearray(leaf.length)  # after the check: an impossible length takes no memory
             reader.read_into(leaf.start, memoryview(data))
             item = file.item(leaf.start, leaf.length, leaf.key)
             if item is not None and file.verifies:
@@ -410,7 +411,7 @@ class SavedContents(Contents):
         return bytes(data)
 
     def digests(self, leaf: Leaf) -> tuple[tuple[ItemDigests, Shard | None], ...] | None:
-        """As ``Contents.digests``; no data file is read, their sidecars are."""
+        """As ``Contents.digests``; reads sidecars but no data files."""
         if isinstance(leaf, ObjectLeaf):
             item = self._item(leaf.file, leaf.start, leaf.length)
             return None if item is None else ((item, None),)
@@ -434,7 +435,7 @@ class SavedContents(Contents):
 
 
 class _Targets:
-    """As much of a load planner as ``fetch`` asks for: tensors are filled."""
+    """The part of a load planner that ``fetch`` uses: it returns the tensors to fill."""
 
     def __init__(self) -> None:
         self._by_index: dict[MetadataIndex, torch.Tensor] = {}
@@ -446,7 +447,7 @@ class _Targets:
         return narrowed(self._by_index[item.dest_index], item.dest_offsets, item.lengths)
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """It lies where it belongs."""
+        """Do nothing: the data was read straight into its target."""
 
 
 def _leaves_of(metadata: Metadata) -> dict[str, Leaf]:
@@ -455,7 +456,7 @@ def _leaves_of(metadata: Metadata) -> dict[str, Leaf]:
     try:
         return _leaves(metadata, paths, places)
     except (TypeError, AttributeError, ValueError) as error:
-        # What it says is of other types than torch writes: nothing of it is believed.
+        # It has other types than torch writes, so none of it is trusted.
         raise ManifestError(
             f".metadata describes no tensors: {error}",
             hint="it was changed, or written by something else; load another checkpoint",
@@ -490,7 +491,7 @@ def _leaves(
 
 
 def _numbers(told: Iterable[Any]) -> tuple[int, ...]:
-    """Sizes and offsets, or TypeError."""
+    """Return sizes or offsets as a tuple; TypeError if a value cannot be one."""
     numbers = tuple(told)
     if not all(type(number) is int and 0 <= number <= _LARGEST for number in numbers):
         raise TypeError(f"{numbers!r:.200} are no sizes and offsets")

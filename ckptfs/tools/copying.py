@@ -1,4 +1,4 @@
-"""``copy_to``: what ``ckptfs cp`` does, for programs. The work is done in ``ckptfs.replication.copier``."""
+"""``copy_to`` is ``ckptfs cp`` for programs. ``ckptfs.replication.copier`` does the work."""
 
 from __future__ import annotations
 

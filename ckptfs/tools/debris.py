@@ -1,25 +1,25 @@
-"""What dead jobs leave in a run, and how much of it there is: values and rules. Read-only, no torch.
+"""The kinds of debris that dead jobs leave in a run, their sizes, and the rules for them.
 
     abandoned attempt   .ckptfs/attempts/<id>, and on object stores the data it put under its step
     deleted save        a delete is in the log, the bytes are still there
-    replaced save       a later one has its name; the next owner deletes it
-    trash               bytes on their way out, whose mover died
-    late data           data of a save that is deleted and gone, where it was: written after that
+    replaced save       a later save has its name; the next owner deletes it
+    trash               bytes that were being deleted when the deleter died
+    late data           data of a save that is deleted and gone, written to its old place after that
     unneeded data       files in _data that no checkpoint lists any more (object stores)
-    temporary file      .ckptfs/tmp, .partial-*: whole names that never came to be; in a directory of single
-                        files, which has no log, the only kind
-    unfinished upload   parts of an object that nobody completed
-    symbolic link       in the place of a directory of the run's own, or in trash or attempts
+    temporary file      .ckptfs/tmp, .partial-*: files that never got their final names; in a directory
+                        of single files, which has no log, this is the only kind
+    unfinished upload   parts of an object that was never completed
+    symbolic link       in place of one of the run's own directories, or in trash or attempts
 
-The log decides what is dead. Where it does not say, age does: an attempt of the current owner may
-be a save under way, a temporary file may be a live writer's, unless its name says that it is of a process of
-this machine that has ended. Everything else belongs to a person: files that the log has never heard of, other
-runs below, a checkpoint that was copied here under another name.
+The log decides what is dead. If it does not say, age decides: an attempt of the current owner may be a
+save under way, and a temporary file may belong to a live writer, unless its name shows that its writer
+was a process of this machine that has ended. Everything else belongs to the user: files that are not in
+the log, other runs below, a checkpoint that was copied here under another name.
 
     measured(storage, [".ckptfs/attempts/<id>"])    -> Tree(files, size_bytes, newest_s)
 
-A file that disappears during a measurement counts nothing. On object stores each file is one request,
-several at once.
+A file that disappears during a measurement is not counted. On object stores each file takes one
+request, several at once. Read-only, no torch.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Files below some keys.
+    """The files below some keys.
 
     Attributes:
-        files: How many.
-        size_bytes: Their bytes.
-        newest_s: When the last of them, or an empty directory, was written, in seconds of Unix time on the
-            server's clock; None: not known.
+        files: Number of files.
+        size_bytes: Their total size in bytes.
+        newest_s: When the newest file or empty directory was written, in seconds of Unix time on the
+            server's clock; None if not known.
     """
 
     files: int = 0
@@ -79,22 +79,30 @@ class Tree:
 
 
 def measured(storage: Storage, keys: Iterable[str]) -> Tree:
-    """Return files, bytes and age of the files ``keys`` of ``storage``, and of all below directories among them."""
+    """Measure the files ``keys`` of ``storage``, and all files below directories among them.
+
+    Args:
+        storage: The run's.
+        keys: Files and directories.
+
+    Returns:
+        Their count, bytes and newest time.
+    """
     files = [file for key in dict.fromkeys(keys) for file in files_below(storage, key) or [key]]
     return sum(side_by_side(partial(_stat, storage), files), Tree())
 
 
 def attempt_tree(storage: Storage, record: AttemptRecord) -> Tree:
-    """Measure all that an attempt has written.
+    """Measure everything that an attempt has written.
 
-    On object stores its data is where the save will have it.
+    On object stores this includes its data, which is already at its final place.
 
     Args:
         storage: The run's.
         record: The attempt.
 
     Returns:
-        Its files, bytes and age.
+        Its count of files, bytes and newest time.
     """
     shape = storage.capabilities.shape
     keys = AttemptKeys(shape, record.name, record.save_id)
@@ -105,10 +113,10 @@ def attempt_tree(storage: Storage, record: AttemptRecord) -> Tree:
 
 
 def files_below(storage: Storage, key: str) -> list[str]:
-    """List the keys of all files below a directory or prefix; empty where there is none.
+    """List the keys of all files below a directory or prefix; empty if it does not exist.
 
-    A link counts as what it is: what is behind one to a directory is not removed with it, and mazes of links
-    have no end.
+    A link counts as one file and is not followed: removing it does not remove what is behind it, and
+    links may form cycles.
 
     Args:
         storage: The run's.
@@ -125,7 +133,7 @@ def files_below(storage: Storage, key: str) -> list[str]:
 
 
 def listed(storage: Storage, key: str) -> Sequence[Entry]:
-    """List names directly below ``key`` in ``storage``; none where there is no directory."""
+    """List the names directly below ``key`` in ``storage``; empty if there is no such directory."""
     try:
         return storage.list(key)
     except NotFoundError:
@@ -133,7 +141,7 @@ def listed(storage: Storage, key: str) -> Sequence[Entry]:
 
 
 def is_link(storage: Storage, key: str) -> bool:
-    """Whether the name ``key`` in ``storage`` is a symbolic link; never where there are none."""
+    """Whether ``key`` is a symbolic link; False if ``storage`` has no symbolic links."""
     path = storage.local_path(key)
     return path is not None and os.path.islink(path)
 
@@ -142,20 +150,20 @@ def _stat(storage: Storage, key: str) -> Tree:
     try:
         stat = storage.stat(key)
     except (NotFoundError, SymlinkError):
-        return Tree()  # gone meanwhile, or a link that leads nowhere
+        return Tree()  # removed since it was listed, or a link that leads nowhere
     return Tree(0 if stat.is_dir else 1, stat.size_bytes, stat.modified_s)
 
 
 DAY_S = (
     24 * 3600.0
-)  # an attempt of the owner that stands is left alone for so long after its last write
+)  # an attempt of the current owner is left alone for this long after its last write
 
 
 class Debris(StrEnum):
-    """What is left.
+    """A kind of debris.
 
     Attributes:
-        ATTEMPT: An attempt that was given up.
+        ATTEMPT: An attempt that was abandoned.
         DELETED: Bytes of a deleted save.
         REPLACED: Bytes of a save that was replaced, or hidden by an overwrite.
         TRASH: What was moved to the trash.
@@ -163,7 +171,7 @@ class Debris(StrEnum):
         SHARED: Files in ``_data`` of an object store that no checkpoint lists.
         TEMPORARY: A temporary file.
         UPLOAD: An upload that was not finished.
-        LINK: A symbolic link in the place of a control directory, or in one.
+        LINK: A symbolic link in place of a control directory, or inside one.
     """
 
     ATTEMPT = "abandoned attempt"
@@ -178,7 +186,7 @@ class Debris(StrEnum):
 
 
 class Fate(StrEnum):
-    """What ``--delete`` does with it.
+    """What ``--delete`` does with a piece of debris.
 
     Attributes:
         GOES: Removes it.
@@ -193,19 +201,19 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One thing that is left.
+    """One piece of debris.
 
     Attributes:
-        debris: What it is.
+        debris: Its kind.
         name: The name of the checkpoint or file.
         uri: Where it is.
-        files: How many files; None where the storage does not say.
-        size_bytes: Their bytes; None where the storage does not say. Of files that have hard links elsewhere
-            the space is not freed.
-        age_s: Seconds since it was last written to; None where the storage does not say.
-        fate: What is done with it.
+        files: Number of files; None if the storage does not say.
+        size_bytes: Their bytes; None if the storage does not say. The space of files with further hard
+            links is not freed.
+        age_s: Seconds since it was last written to; None if the storage does not say.
+        fate: What ``collect`` does with it.
         why: The reason.
-        keys: What is removed of it by itself, relative to the run.
+        keys: Its keys, relative to the run; empty for attempts and saves, which recovery removes.
         may_live: A save may be under way there, and a new owner would end it.
     """
 
@@ -223,10 +231,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All that was found in one run.
+    """Everything that was found in one run.
 
     Attributes:
-        found: What is left.
+        found: The debris.
         notes: What could not be read.
     """
 
@@ -236,10 +244,10 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFate:
-    """What is known of an attempt without a seal.
+    """The fate of an attempt without a seal.
 
     Attributes:
-        fate: What is done with it.
+        fate: What ``collect`` does with it.
         why: The reason.
         may_live: A save may be under way there, and a new owner would end it.
     """
@@ -258,18 +266,19 @@ def attempt_fate(
     is_sending: bool,
     older_than_s: float,
 ) -> AttemptFate:
-    """The one opinion of ``ls`` and ``gc`` of an attempt that no entry has settled for good. Pure.
+    """The fate of an attempt without a seal, for ``ls`` and ``gc`` alike. Pure.
 
-    A process that is gone decides nothing: the attempt may be a plain save's, of another process.
+    It does not matter whether the owner's process has ended: the attempt may belong to a plain save of
+    another process.
 
     Args:
         record: The attempt, as its first file describes it.
         state: The log of the domain that holds the attempt.
-        has_files: Anything was written below it.
-        age_s: Seconds since the last write below the attempt; None where the storage does not say.
-        is_sending: A part of one of its files was uploaded a short time ago.
-        older_than_s: How many seconds after its last write an attempt of the present owner may live; 0: not
-            at all.
+        has_files: Whether any file was written below it.
+        age_s: Seconds since the last write below the attempt; None if the storage does not say.
+        is_sending: Whether one of its files has an unfinished upload that is younger than a week.
+        older_than_s: An attempt of the current owner counts as live for this many seconds after its last
+            write; 0: it never does.
     """
     known = state.save(record.save_id)
     if known.aborted or known.decided is not None or known.deleted:
@@ -277,10 +286,10 @@ def attempt_fate(
     if record.base is not None and record.base < state.generation:
         return AttemptFate(Fate.GOES, "a newer owner took the run: it can not commit any more")
     if older_than_s > 0:
-        # Also without attempt.json: it may be on its way itself.
+        # Also without attempt.json, which may not be written yet.
         if age_s is None or age_s < older_than_s:
             return AttemptFate(Fate.YOUNG, "a save may be under way", may_live=True)
-        # The parts of a file have no age here: the last one may have come a moment ago.
+        # The age of single parts is not known: the last one may have been sent a moment ago.
         if is_sending:
             why = "a file of it is being sent, or was: a save may be under way"
             return AttemptFate(Fate.YOUNG, why, may_live=True)
@@ -290,5 +299,5 @@ def attempt_fate(
 
 
 def is_sending(save_id: str, uploads: Iterable[UnfinishedUpload]) -> bool:
-    """Whether a file of the save ``save_id`` is among ``uploads`` that were active a short time ago. Pure."""
+    """Whether ``uploads`` has one of the save ``save_id`` that is younger than a week. Pure."""
     return any(save_id in u.key.split("/") and u.age_s < ORPHAN_S for u in uploads)

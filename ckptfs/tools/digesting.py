@@ -1,15 +1,15 @@
-"""Data files compared with their digests, many at once; what was done survives a kill. No torch.
+"""Compare data files with their digests, many at once; the progress survives a kill. No torch.
 
     files -> segments of up to 256 MiB -> ``jobs`` threads, windows of 16 MiB -> ranges that differ
                                        -> Resumed: which segments are done, in one small JSON file
 
-Every block that differs is found, not only the first. In memory: one window for each thread.
+Every block that differs is found, not only the first. Each thread holds one window in memory.
 
     {"version": 1, "verified": {"<uri>": {"proof": "...", "segment": 268435456, "done": [0, 1]}}}
 
-A copy has another URI and is another file. ``proof`` names the digests that the bytes were compared
-with, and size, time and etag of the file then: a file that was written again, or whose digests changed,
-is verified again. The JSON file is replaced by a rename, at most once a second.
+A copy has another URI and counts as another file. ``proof`` identifies the digests that the bytes were
+compared with, and the size, time and etag that the file had then. A file is verified again if it was
+rewritten or if its digests changed. The JSON file is replaced by a rename, at most once a second.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _EVERY_S = 1.0
 
 
 class Resumed:
-    """What earlier calls did, and this one. Any thread.
+    """The segments that this call and earlier ones verified, kept in a file. Any thread.
 
-    The file is written at once, so that a place that takes no file is found before the work. A file that is
-    none of these, or cannot be written, is a StateError: a verification that was meant to be resumable must
-    not run without.
+    The file is written at once, so that an unwritable place is found before the work. If the file cannot
+    be written or is not a state file, that is a StateError: a verification that was meant to be
+    resumable must not run without it.
 
     Args:
         path: The file; None remembers nothing.
-        every_s: How many seconds pass between two writes of the file.
+        every_s: At least this many seconds pass between two writes of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, *, every_s: float = _EVERY_S) -> None:
         self._path = None if path is None else Path(path)
         self._every_s = every_s
         self._lock = threading.Lock()
-        self._written = -math.inf  # the first segment is written down at once
+        self._written = -math.inf  # so that the first segment is recorded at once
         self._is_dirty = False
         self._done: dict[str, dict[str, Any]] = (
             {} if self._path is None else _read_state(self._path)
@@ -69,7 +69,7 @@ class Resumed:
 
         Args:
             name: The file's URI.
-            proof: Of its digests, and of the file as it is now.
+            proof: Identifies its digests and the file as it is now.
             segment: The number of the segment.
             segment_bytes: The size of segments in bytes.
         """
@@ -82,7 +82,7 @@ class Resumed:
         )
 
     def add(self, name: str, proof: str, segment: int, segment_bytes: int) -> None:
-        """Note that this segment is as it was written. The arguments are as for ``Resumed.has``."""
+        """Record a verified segment. The arguments are as for ``Resumed.has``."""
         if self._path is None:
             return
         with self._lock:
@@ -95,7 +95,7 @@ class Resumed:
                 self._write(self._path)
 
     def write(self) -> None:
-        """All of it is in the file."""
+        """Write the file if it is out of date."""
         with self._lock:
             if self._path is not None and self._is_dirty:
                 self._write(self._path)
@@ -107,7 +107,7 @@ class Resumed:
             with partial.open("w") as file:
                 json.dump(record, file)
                 file.flush()
-                os.fsync(file.fileno())  # or a power cut leaves an empty file under the name
+                os.fsync(file.fileno())  # without it a power cut may leave an empty file
             partial.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -160,13 +160,13 @@ class DeepFile:
     """One file to compare.
 
     Attributes:
-        key: Where it is.
+        key: Its key in the storage.
         name: Its URI, for ``Resumed``.
-        path: As the manifest lists it.
-        size_bytes: How many bytes are there.
-        proof: Of these digests, and of the file as it is now.
-        digests: Those of its blocks; None where ``whole`` has one of all.
-        whole: xxh3_128 of all of it; None where ``digests`` has those of blocks.
+        path: Its path in the manifest.
+        size_bytes: How many of its bytes to compare.
+        proof: Identifies these digests and the file as it is now.
+        digests: The digests of its blocks; None if ``whole`` is given.
+        whole: xxh3_128 of the whole file; None if ``digests`` is given.
     """
 
     key: str
@@ -180,14 +180,14 @@ class DeepFile:
 
 @dataclass(frozen=True, slots=True)
 class BadRange:
-    """Bytes of a file that differ.
+    """A range of a file that differs from its digests or cannot be read.
 
     Attributes:
         file: The file.
         start: The first byte.
         stop: The byte after the last one.
         blocks: How many blocks of digests differ.
-        why: Why the storage could not read them; "" where it could.
+        why: Why the storage could not read the range; "" if it could.
     """
 
     file: DeepFile
@@ -199,12 +199,12 @@ class BadRange:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What came of one file.
+    """The result for one file.
 
     Attributes:
         bad: The ranges that differ.
         compared_bytes: Bytes that were compared, by this call or an earlier one.
-        resumed_bytes: Bytes of these that an earlier call compared.
+        resumed_bytes: The part of these bytes that an earlier call compared.
     """
 
     bad: tuple[BadRange, ...]
@@ -214,7 +214,7 @@ class Compared:
 
 @dataclass(slots=True)
 class _Job:
-    """One segment of a file: ``stop - start`` bytes, in these blocks or in the whole file."""
+    """One segment of a file: ``stop - start`` bytes in blocks; no blocks for a whole file."""
 
     file: DeepFile
     number: int
@@ -228,7 +228,7 @@ _Run = Callable[[_Job], list[BadRange]]
 
 @dataclass(slots=True)
 class _Shared:
-    """Readers of files that are open, one for all threads."""
+    """The open readers, one per file, shared by all threads."""
 
     storage: Storage
     readers: dict[str, DataReader] = field(default_factory=dict)
@@ -264,19 +264,19 @@ def compare_files(
 ) -> dict[str, Compared]:
     """Compare every byte that has a digest. Local, read-only.
 
-    What the storage cannot read is a bad range; that it is gone, not permitted or out of reach is raised.
-    After a kill the segments that were done are in the file of ``resumed``.
+    A range that the storage cannot read counts as bad. A file that is gone, forbidden or out of reach
+    raises an error instead. After a kill the file of ``resumed`` has the finished segments.
 
     Args:
         storage: The run's.
         files: What to compare.
-        jobs: Files, or pieces of them, at once.
-        resumed: What earlier calls did.
+        jobs: How many segments are compared at the same time.
+        resumed: The segments that earlier calls verified.
         meter: Counts the bytes that are read.
-        segment_bytes: How many bytes are read at a time.
+        segment_bytes: The size of a segment in bytes.
 
     Returns:
-        What came of each file, by its key.
+        The result for each file, by its key.
 
     Raises:
         StorageError: The storage cannot be used: no permission, no network.
@@ -325,7 +325,7 @@ def _run_all(todo: Sequence[_Job], run: _Run, jobs: int) -> list[BadRange]:
         try:
             wait(going, return_when=FIRST_EXCEPTION)
         finally:
-            # The first failure, or Ctrl-C: what has not begun stays undone.
+            # After the first failure, or Ctrl-C, no more jobs are begun.
             pool.shutdown(wait=True, cancel_futures=True)
         failed = next((f for f in going if not f.cancelled() and f.exception()), None)
         if failed is not None:
@@ -341,7 +341,7 @@ def _jobs_of(file: DeepFile, segment_bytes: int) -> Iterator[_Job]:
     number = held = 0
     for start, stop, digest in file.digests.blocks():
         if stop > file.size_bytes:
-            continue  # that it is cut short is told already
+            continue  # the file is too short, which is a finding already
         if blocks and held + stop - start > segment_bytes:
             yield _Job(file, number, 0, held, tuple(blocks))
             blocks, number, held = [], number + 1, 0
@@ -390,20 +390,20 @@ def _compare_whole(
 
 
 def _read(reader: DataReader, start: int, part: memoryview) -> str:
-    """Nothing where it was read, else why not: the disk failed, or the file ends before."""
+    """Read into ``part``. Return "", or why it failed: a disk error, or the file is too short."""
     try:
         reader.read_into(start, part)
     except IntegrityError as error:
         return error.message
     except StorageError as error:
         if type(error) is not StorageError:
-            raise  # no permission, no network: it says nothing of these bytes
+            raise  # no permission, no network: that says nothing about these bytes
         return error.message
     return ""
 
 
 def _windows(blocks: Sequence[_Block]) -> Iterator[tuple[int, int, list[_Block]]]:
-    """Neighbouring blocks, as many as a window holds."""
+    """Yield (start, stop, blocks) for groups of adjacent blocks that fit into one window."""
     here: list[_Block] = []
     for block in blocks:
         if here and (block[0] != here[-1][1] or block[1] - here[0][0] > _WINDOW_BYTES):
@@ -415,7 +415,7 @@ def _windows(blocks: Sequence[_Block]) -> Iterator[tuple[int, int, list[_Block]]
 
 
 def _merged(found: Sequence[BadRange]) -> Iterator[BadRange]:
-    """Neighbours are one range."""
+    """Join adjacent ranges of the same file and reason into one."""
     last: BadRange | None = None
     for bad in sorted(found, key=lambda b: (b.file.key, b.start)):
         if last is not None and (last.file, last.stop, last.why) == (bad.file, bad.start, bad.why):

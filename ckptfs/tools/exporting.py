@@ -1,16 +1,16 @@
-"""A checkpoint in another format: safetensors with index, one torch.save file, plain DCP.
+"""Export a checkpoint to another format: safetensors with index, one torch.save file, plain DCP.
 
     export("s3://bucket/run/step_100", "out/hf", "safetensors", Selection(filters=["model.*"]))
 
-    safetensors   tensors only; streamed, about 64 MiB in memory whatever the size: a part of the file is read to
-                  where it is written from, while the part before is written
-    torch         one file that torch.load(weights_only=True) opens; the whole state in memory, or
-                  mapped from a file of ``scratch``
-    dcp           what torch.distributed.checkpoint.load opens by itself: ``__0_0.distcp`` ... and ``.metadata``,
-                  shards as they were saved, one of them in memory (cut at 512 MiB)
+    safetensors   tensors only; streamed, with about 64 MiB in memory whatever the size: each part of the
+                  file is read into the memory that it is written from, while the part before is written
+    torch         one file that torch.load(weights_only=True) opens; the whole state is in memory, or
+                  mapped from a file in ``scratch``
+    dcp           what torch.distributed.checkpoint.load opens by itself: ``__0_0.distcp`` ... and
+                  ``.metadata``; shards as they were saved, one at a time in memory (cut at 512 MiB)
 
-Any checkpoint that ``inspect`` reads, to any URI. One process; what is read is verified. ``Selection`` says
-which leaves are exported, and what they are called there:
+The source is any checkpoint that ``inspect`` reads, the target any URI. One process does the work; what
+it reads is verified. ``Selection`` says which leaves are exported, and under which names:
 
     Selection(filters=("model.*",), strip="model.", prefix="base.", dtype=torch.bfloat16)
 
@@ -85,7 +85,7 @@ class Chosen:
         leaf: The leaf.
         key: Its new key.
         path: Its new path.
-        dtype: Of a tensor, as it is written; None: as it is.
+        dtype: The dtype that a tensor is written in; None: the leaf is written as it is.
     """
 
     leaf: Leaf
@@ -95,7 +95,7 @@ class Chosen:
 
     @property
     def size_bytes(self) -> int:
-        """Of a tensor as it is written; of an object, of its pickle."""
+        """Bytes of a tensor as it is written, or of an object's pickle."""
         if isinstance(self.leaf, ObjectLeaf) or self.dtype is None:
             return self.leaf.size_bytes
         return self.leaf.size_bytes // self.leaf.dtype.itemsize * self.dtype.itemsize
@@ -103,13 +103,13 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which leaves are exported, and as what.
+    """Which leaves are exported, under which keys and in which dtype.
 
     Attributes:
         filters: fnmatch patterns of the keys as they were saved; empty: all.
         strip: Removed from the front of keys that begin with it.
         prefix: Put in front of all keys.
-        dtype: Of floating point tensors; None leaves it.
+        dtype: The dtype to convert floating point tensors to; None leaves them as they are.
     """
 
     filters: Sequence[str] = ()
@@ -118,16 +118,16 @@ class Selection:
     dtype: torch.dtype | None = None
 
     def of(self, leaves: Iterable[Leaf]) -> list[Chosen]:
-        """Choose those of a checkpoint's leaves that are exported, in its order.
+        """Choose the leaves to export, in the order of the checkpoint.
 
         Args:
-            leaves: All leaves.
+            leaves: All leaves of the checkpoint.
 
         Returns:
-            The chosen ones, with their new names.
+            The chosen leaves, with their new names.
 
         Raises:
-            StateError: There is none, or two would have one name.
+            StateError: No leaf is chosen, two would get the same name, or one would get an empty name.
         """
         found = [self._chosen(leaf) for leaf in matching(leaves, self.filters)]
         if not found:
@@ -159,12 +159,12 @@ class Selection:
 
 
 def nested(leaves: Sequence[tuple[Path, object]]) -> object:
-    """Make dicts and lists of these leaves, by their paths. Pure.
+    """Nest leaves in dicts and lists by their paths. Pure.
 
-    What was a list stays one if all of it is there. Keys of dicts are text, as DCP saves them.
+    A list stays a list if all its elements are there. Keys of dicts are text, as DCP saves them.
 
     Args:
-        leaves: Path and value of each.
+        leaves: The path and the value of each leaf.
 
     Returns:
         The outermost dict or list.
@@ -196,7 +196,7 @@ def _listed(node: object) -> object:
 
 
 def _stripped(path: Path, strip: str) -> Path:
-    """The path whose joined text begins with ``strip``, without it."""
+    """Remove ``strip`` from the front of a path that begins with it when joined by dots."""
     left, rest = list(path), strip
     while rest and len(left) > 1:
         first = str(left[0])
@@ -214,7 +214,7 @@ _CHUNK_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One blob to write: an object, or a box of a tensor."""
+    """One blob to write: an object or a box of a tensor."""
 
     chosen: Chosen
     item: WriteItem
@@ -230,14 +230,14 @@ def write_dcp(  # noqa: PLR0917 - a source, a place, and how
     limit_bytes: int,
     meter: Meter,
 ) -> None:
-    """Write these leaves; ``.metadata`` last.
+    """Write leaves as a DCP checkpoint; ``.metadata`` comes last.
 
     Args:
         contents: The source.
         chosen: The leaves, with their new names.
         made: Where to write.
         checkpoint_id: The name of the checkpoint, for torch.
-        limit_bytes: The size of a file, in bytes.
+        limit_bytes: The size limit of a file, in bytes; a larger item gets a file of its own.
         meter: Counts the bytes that are read.
     """
     items_by_key = {one.key: list(_items_of(one)) for one in chosen}
@@ -289,7 +289,7 @@ def _items_of(one: Chosen) -> Iterator[_Item]:
 
 
 def _boxes(leaf: TensorLeaf) -> Iterator[Box]:
-    """The tensor as it was sharded, in shards of at most 512 MiB."""
+    """Yield a tensor's shards as they were saved, cut at 512 MiB."""
     pieces = [(shard.offsets, shard.sizes) for shard in leaf.shards]
     if not fills(pieces, leaf.shape):
         raise untiled(leaf.key, pieces, leaf.shape)
@@ -318,7 +318,7 @@ def _described(one: Chosen, items: Sequence[_Item]) -> TensorStorageMetadata | B
 
 
 def _files(items: Sequence[_Item], limit_bytes: int) -> Iterator[list[_Item]]:
-    """Files of about so many bytes; a larger item has one to itself."""
+    """Group items into files of at most ``limit_bytes``; a larger item gets a file of its own."""
     group: list[_Item] = []
     held = 0
     for one in items:
@@ -334,13 +334,13 @@ def _files(items: Sequence[_Item], limit_bytes: int) -> Iterator[list[_Item]]:
 _ALL = Selection()
 _PART_BYTES = 16 << 20  # of a safetensors file; three are in memory
 
-# All names that these exports have, and no others: what is overwritten is known by them.
+# These match exactly the names that exports give: they decide what may be overwritten.
 _SAFETENSORS = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}})?\.safetensors|{re.escape(INDEX)}")
 _DCP = re.compile(rf"__0_\d+\.distcp|{re.escape(METADATA)}")
 
 
 class ExportFormat(StrEnum):
-    """What to export to.
+    """The format of an export.
 
     Attributes:
         SAFETENSORS: A Hugging Face checkpoint.
@@ -355,16 +355,16 @@ class ExportFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written.
+    """The result of an export.
 
     Attributes:
-        uri: Where.
-        format: The format.
+        uri: Where it was written.
+        format: Its format.
         files: The names of its files.
-        tensors: How many tensors.
-        objects: How many objects.
+        tensors: Number of tensors.
+        objects: Number of objects.
         tensor_bytes: Bytes of the tensors.
-        left_out: Keys of objects that the format has no place for.
+        left_out: Keys of objects that the format cannot hold.
     """
 
     uri: Uri
@@ -392,31 +392,32 @@ def export(
 ) -> Exported:
     """Export a checkpoint, or a part of one. Local; durable on return.
 
-    After a crash the target is as it was, with what ``landing`` says of object stores.
+    After a crash the target is as it was, except as the module ``landing`` says of object stores.
 
     Args:
         uri: The checkpoint, or a part of one.
-        target: A directory; of "torch" a file.
+        target: A directory; a file for "torch".
         to: "safetensors", "torch" or "dcp".
         selection: Which keys, under which names, and in which dtype; by default all as they are.
-        storage_options: For the checkpoint: what fsspec's filesystem of that protocol takes; None: nothing
-            beyond what the URI has.
-        target_options: The same for the target; None: those of the checkpoint, where both are of one kind of
-            storage.
-        max_shard_size: The size of a file, in bytes or as "5GB", but of "torch".
+        storage_options: Options for fsspec's filesystem of the checkpoint; None: only those that its URI
+            carries.
+        target_options: The same for the target; None: those of the checkpoint, if both have the same
+            protocol.
+        max_shard_size: The size limit of a file, in bytes or as "5GB"; not used for "torch".
         overwrite: Replace an earlier export of this format.
-        scratch: For "torch": a directory for a file as large as all tensors; None: the temporary directory.
-        follow_links: Read what symbolic links in a checkpoint lead to.
+        scratch: For "torch": a directory for a file as large as all tensors; None keeps the tensors in
+            memory.
+        follow_links: Follow symbolic links that lead out of the checkpoint.
         meter: Counts the bytes that are read.
 
     Returns:
         What was written.
 
     Raises:
-        AlreadyExistsError: The target is there, and ``overwrite`` is False.
-        StateError: Nothing to export; a name twice; a dtype that the format lacks; an object that would run
-            code; a target that is the source, above or inside it, or part of a run, or has what no export of
-            this format wrote: ``overwrite`` never takes these.
+        AlreadyExistsError: The target exists, and ``overwrite`` is False.
+        StateError: Nothing to export; a name twice; a dtype that the format lacks; an object that would
+            run code; a target that is the source, above or inside it, or part of a run, or that contains
+            something that no export of this format wrote. ``overwrite`` never replaces these.
         SymlinkError: A link leads out of the checkpoint, and ``follow_links`` is False.
         CkptfsError: Errors of reading are those of ``ckptfs.load``.
     """
@@ -478,7 +479,7 @@ def _names(made: Landing) -> list[str]:
 def _pieces(
     contents: Contents, chosen: Sequence[Chosen], meter: Meter
 ) -> Iterator[tuple[Chosen, Box, torch.Tensor]]:
-    """Every element of these tensors, in the order given, each in order of its rows."""
+    """Yield all elements of these tensors, in the given order, each tensor in row-major order."""
     by_key = {one.leaf.key: one for one in chosen}
     leaves = [one.leaf for one in chosen if isinstance(one.leaf, TensorLeaf)]
     for batch in batches(leaves):
@@ -539,7 +540,7 @@ def _to_safetensors(
 def _converted(
     contents: Contents, ordered: Sequence[Chosen], head: bytes, meter: Meter
 ) -> Iterator[memoryview]:
-    """The bytes of a file, in memory that nobody changes."""
+    """Yield the bytes of a file with tensors that change their dtype; no part is overwritten."""
     yield memoryview(head)
     for _, _, tensor in _pieces(contents, ordered, meter):
         yield memory_of(tensor)
@@ -548,10 +549,11 @@ def _converted(
 def _in_place(
     contents: Contents, ordered: Sequence[Chosen], head: bytes, meter: Meter
 ) -> Iterator[memoryview]:
-    """The bytes of a file with tensors that keep their dtypes, in parts that may be written past the page cache.
+    """Yield the bytes of a file with tensors that keep their dtypes, in parts for direct I/O.
 
-    Tensors are read to where they are written from. All parts but the last are whole pages, and in aligned memory
-    but for the header. Each keeps its bytes until two more have been asked for.
+    Tensors are read into the memory that they are written from. All parts except the last are whole
+    pages, and all except the header are in aligned memory. A part keeps its bytes until the consumer has
+    taken two more.
     """
     size = _PART_BYTES + mmap.PAGESIZE
     memory = itertools.cycle([aligned_memory(size) for _ in range(3)])
@@ -578,7 +580,7 @@ def _in_place(
 
 
 def _tensor_in(view: memoryview, box: Box) -> torch.Tensor:
-    """A tensor for the box, with ``view`` for its memory."""
+    """Return a tensor for the box that uses ``view`` as its memory."""
     if not len(view):
         return torch.empty(box.lengths, dtype=box.leaf.dtype)
     return torch.frombuffer(view, dtype=torch.uint8).view(box.leaf.dtype).view(box.lengths)
@@ -622,7 +624,7 @@ def _to_torch(  # noqa: PLR0917 - as for export
 
 
 class _Memory:
-    """Where whole tensors are kept: in memory of their own, or all in one mapped file."""
+    """Memory for whole tensors: separate memory for each, or one mapped file for all."""
 
     def __init__(self, path: str | None, tensors: Sequence[Chosen]) -> None:
         self._at = 0
@@ -632,14 +634,14 @@ class _Memory:
             self._mapped = torch.from_file(path, shared=True, size=total, dtype=torch.uint8)
 
     def of(self, one: Chosen) -> torch.Tensor:
-        """Memory for this tensor."""
+        """Return an empty tensor of the right shape and dtype."""
         shape = one.leaf.shape if isinstance(one.leaf, TensorLeaf) else ()
         size = one.size_bytes
         if self._mapped is None or one.dtype is None or not size:
             return torch.empty(shape, dtype=one.dtype)
         storage = self._mapped.untyped_storage()[self._at : self._at + size]
         self._at += _aligned(size)
-        # A storage of its own: torch.save writes all of a tensor's storage.
+        # Each tensor gets its own torch storage: torch.save writes all of a tensor's storage.
         return torch.empty(0, dtype=one.dtype).set_(storage).view(shape)
 
 

@@ -1,11 +1,11 @@
-"""What a verification looks at, and what it found: values, no I/O.
+"""The targets and the results of a verification. Values only, no I/O.
 
 Target      one checkpoint or part, with what its log says
 Looked      what was seen of it: structure.look_at(target)
 Finding     one damage
-Verdict     of all of them; it never takes "nothing looked at" for "clean"
+Verdict     the verdict over all findings; it is never "clean" if nothing was looked at
 
-clean      everything that was asked for was looked at, and is as it was written
+clean      everything that was requested was looked at, and is as it was written
 damaged    at least one finding
 unknown    no finding, but something could not be looked at, or had nothing to be compared with
 """
@@ -26,7 +26,7 @@ __all__ = ["Checked", "Damage", "Finding", "Looked", "Target", "Verdict", "Verif
 
 
 class Verdict(StrEnum):
-    """Of one checkpoint, or of all.
+    """The verdict on one checkpoint, or on all.
 
     Attributes:
         CLEAN: Nothing is damaged.
@@ -40,18 +40,18 @@ class Verdict(StrEnum):
 
 
 class Damage(StrEnum):
-    """How something is damaged.
+    """A kind of damage.
 
     Attributes:
         LOG: The run log cannot be read to its end.
         MANIFEST: The manifest is missing, changed, or cannot be decoded.
         MISSING: A listed file is not there.
         SIZE: A listed file has another size.
-        SIDECAR: Digests are damaged, or of another file.
-        METADATA: ``.metadata`` is changed, cannot be decoded, or names what is not there.
+        SIDECAR: Digests are missing, damaged, or belong to another file.
+        METADATA: ``.metadata`` is changed, cannot be decoded, or names something that is not there.
         PROJECTION: What stock readers see differs from what was committed.
         BYTES: Data differs from its digests.
-        UNREADABLE: The storage could not read it.
+        UNREADABLE: The storage could not read a file.
     """
 
     LOG = "log"
@@ -70,15 +70,15 @@ class Finding:
     """One damage.
 
     Attributes:
-        damage: What kind.
+        damage: The kind of damage.
         uri: The file.
         what: What was found.
-        todo: What to do.
-        path: As the manifest lists the file.
-        start: The first byte; None where all of the file is meant.
-        stop: The byte after the last one; None where all of the file is meant.
+        todo: What to do about it.
+        path: The path of the file in the manifest.
+        start: The first byte; None if the whole file is meant.
+        stop: The byte after the last one; None if the whole file is meant.
         blocks: How many blocks of digests differ.
-        tensors: Keys that have some of these bytes.
+        tensors: The keys that some of these bytes belong to.
     """
 
     damage: Damage
@@ -94,23 +94,23 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One checkpoint, or one part of one.
+    """The result for one checkpoint, or for one part of one.
 
     Attributes:
         uri: Where it is.
         name: Its name in the run.
         origin: "log", "manifest" (valid by itself) or "stock".
-        save_id: The id of the save; None where it is not known.
-        step: Completed optimizer steps; None where there is no number.
+        save_id: The id of the save; None if it is not known.
+        step: Completed optimizer steps; None if there is no number.
         files: How many files were checked.
         size_bytes: Their bytes.
         compared_bytes: Bytes of data that were compared with digests, by this call or an earlier one.
-        resumed_bytes: Bytes of these that an earlier call compared.
+        resumed_bytes: The part of these bytes that an earlier call compared.
         findings: What is damaged.
         unchecked: What was not checked or had nothing to be compared with, and why.
-        notes: What else was noticed.
-        uncompared_bytes: Bytes of data that have no digest, or were damaged before they could be compared;
-            None where nothing was to be compared.
+        notes: Other observations.
+        uncompared_bytes: Bytes of data that have no digest, or were damaged before they could be
+            compared; None if no comparison was requested.
     """
 
     uri: Uri
@@ -129,7 +129,7 @@ class Checked:
 
     @property
     def verdict(self) -> Verdict:
-        """Of this one."""
+        """The verdict on this one."""
         if self.findings:
             return Verdict.DAMAGED
         return Verdict.UNKNOWN if self.unchecked else Verdict.CLEAN
@@ -137,13 +137,13 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """All that was to be verified.
+    """The result of a verification.
 
     Attributes:
-        deep: Bytes were compared.
-        checkpoints: The checkpoints and parts.
+        deep: Whether bytes were compared.
+        checkpoints: The results for the checkpoints and parts.
         findings: Damage of runs, not of one checkpoint.
-        notes: What else was noticed.
+        notes: Other observations.
     """
 
     deep: bool
@@ -153,19 +153,19 @@ class Verified:
 
     @property
     def all_findings(self) -> tuple[Finding, ...]:
-        """Of runs, then of checkpoints."""
+        """The findings of runs, then those of checkpoints."""
         return (*self.findings, *(f for one in self.checkpoints for f in one.findings))
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all; UNKNOWN where there was nothing."""
+        """The worst verdict of all; UNKNOWN if there was nothing to verify."""
         if self.all_findings:
             return Verdict.DAMAGED
         return worst(one.verdict for one in self.checkpoints)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return of several ``verdicts`` the one to act on; UNKNOWN of none."""
+    """Return the worst of ``verdicts``; UNKNOWN if there are none."""
     told = set(verdicts)
     for verdict in (Verdict.DAMAGED, Verdict.UNKNOWN, Verdict.CLEAN):
         if verdict in told:
@@ -175,13 +175,14 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is to be checked.
+    """A checkpoint or part to check.
 
     Attributes:
         uri: Where it is.
-        name: Its name in the run that the storage is of; of a part ``step_100/actor``.
-        seal: Of one that the log knows; else None.
-        digest: Of the manifest of a part, as its whole has it; else None.
+        name: Its name in the run of the storage; for a part such as ``step_100/actor``.
+        seal: Its seal; None if it is not in the log.
+        digest: For a part outside the log, the digest of its manifest by the manifest of the whole; else
+            None.
     """
 
     uri: Uri
@@ -196,16 +197,16 @@ class Looked:
 
     Attributes:
         target: What was to be checked.
-        found: Where its files are; None where it was not found.
+        found: Where its files are; None if it was not found.
         findings: What is damaged.
         unchecked: What was not checked, and why.
-        notes: What else was noticed.
-        files: Its files, as the manifest lists them.
-        sizes: Bytes of the listed files that are there, by path.
-        stamps: Size, time and etag, by path; one of them differs where a file was written since.
-        digests: Of data files, by path.
-        proofs: Digests of ``digests``, by path.
-        is_live: False once it was deleted while it was checked.
+        notes: Other observations.
+        files: Its files that must be here, as the manifest lists them.
+        sizes: Bytes of the listed files that exist, by path.
+        stamps: Size, time and etag of files, by path; one of these differs after a rewrite.
+        digests: Digests of data files, by path.
+        proofs: Digests of the sidecars that ``digests`` came from, by path.
+        is_live: False if it was deleted while it was being checked.
     """
 
     target: Target
@@ -222,17 +223,17 @@ class Looked:
 
     @property
     def manifest(self) -> Manifest | None:
-        """As it was found, None where there is none."""
+        """The manifest that was found; None if there is none."""
         return None if self.found is None else self.found.manifest
 
     def add(self, damage: Damage, uri: Uri, what: str, todo: str, **where: object) -> None:
-        """Add one more finding. The arguments are as for ``Finding``.
+        """Add a finding. The arguments are as for ``Finding``.
 
         Args:
-            damage: What kind.
+            damage: The kind of damage.
             uri: The file.
             what: What was found.
-            todo: What to do.
+            todo: What to do about it.
             where: The other fields of ``Finding``.
         """
         self.findings.append(Finding(damage, uri, what, todo, **where))  # type: ignore[arg-type]

@@ -1,10 +1,10 @@
-"""What is in a checkpoint: who wrote it, its tensors, its objects, its files. Reads no data file.
+"""What is in a checkpoint: its writer, tensors, objects and files. Reads no data file.
 
     inspect("s3://bucket/run/step_100")     -> Inspected(summary, leaves, files, parts)
-    values(uri, keys=...)                   -> small leaves as text, loaded with weights_only
+    values(uri, filters=...)                -> small leaves as text, loaded with weights_only
 
-Ours, stock DCP, safetensors, a single torch.save file, any other directory of files. Of a checkpoint
-that consists of parts the parts are told; each of them is inspected by its own URI.
+Reads checkpoints of ckptfs, stock DCP and safetensors, a single torch.save file, and any other directory
+of files. For a checkpoint of parts, ``inspect`` lists the parts; each part is inspected by its own URI.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "values",
 ]
 
-SMALL_BYTES = 64 << 10  # an object whose value is worth showing
+SMALL_BYTES = 64 << 10  # values of larger objects are not shown
 SMALL_ELEMENTS = 8
 _TEXT = 200
 _BRACKETS: dict[type, tuple[str, str]] = {
@@ -47,17 +47,17 @@ _BRACKETS: dict[type, tuple[str, str]] = {
     set: ("{", "}"),
     frozenset: ("frozenset({", "})"),
 }
-_DIMENSIONS = 64  # as numpy
+_DIMENSIONS = 64  # numpy's limit
 
 
 @dataclass(frozen=True, slots=True)
 class DomainSummary:
-    """Who wrote a part of it.
+    """One of the domains that wrote a checkpoint.
 
     Attributes:
         id: The domain's id.
         ranks: Its ranks.
-        hosts: The hosts, for people.
+        hosts: The names of its hosts, for people.
     """
 
     id: str
@@ -70,8 +70,8 @@ class FileSummary:
     """One file.
 
     Attributes:
-        path: Relative to the checkpoint.
-        size_bytes: Its bytes; None where they are not known.
+        path: Its path relative to the checkpoint.
+        size_bytes: Its bytes; None if they are not known.
     """
 
     path: str
@@ -87,9 +87,9 @@ class PartSummary:
         uri: Where it is.
         save_id: Its own id.
         domains: Ids of the domains that hold it.
-        hosts: Their hosts, for people.
-        files: How many files; None where it is not seen from here.
-        size_bytes: Their bytes; None where it is not seen from here.
+        hosts: The names of their hosts, for people.
+        files: Number of files; None if the part cannot be seen from here.
+        size_bytes: Their bytes; None if the part cannot be seen from here.
     """
 
     name: str
@@ -103,7 +103,7 @@ class PartSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A checkpoint as its manifest and its seal describe it; None, or empty, where they do not.
+    """A checkpoint by its manifest and its seal. Fields that these lack are None or empty.
 
     Attributes:
         uri: Where it is.
@@ -113,14 +113,14 @@ class Summary:
         save_id: The id of the save.
         kind: "checkpoint", "weights" or "directory".
         writer: The library that wrote it, as the manifest says.
-        created_at: When, in ISO 8601.
+        created_at: When it was made, in ISO 8601.
         world_size: How many ranks saved it.
         domains: The domains that hold it.
-        files: How many files.
+        files: Number of files.
         size_bytes: Bytes of all files.
-        per_rank: Keys that every rank keeps for itself.
-        metrics: What the user gave of the model.
-        shares_bytes_with: save_ids with files that this one uses.
+        per_rank: Keys that have a value of their own on every rank.
+        metrics: Metrics of the model that the user gave with the save.
+        shares_bytes_with: Ids of other saves that wrote bytes which it uses too.
     """
 
     uri: Uri
@@ -146,9 +146,9 @@ class Inspected:
 
     Attributes:
         summary: The checkpoint as a whole.
-        leaves: Those that fit the filters, in the order of the checkpoint.
-        files: Of a checkpoint that is a directory of files, and of what holds no leaves.
-        parts: Of a checkpoint of parts.
+        leaves: The leaves that match the filters, in the order of the checkpoint.
+        files: The files of a directory of files, or of a checkpoint without leaves; else empty.
+        parts: The parts of a checkpoint of parts; else empty.
     """
 
     summary: Summary
@@ -163,20 +163,22 @@ def inspect(
     *,
     filters: Sequence[str] = (),
 ) -> Inspected:
-    """Describe one checkpoint. Local, read-only; no data file is read, of a torch.save file its pickle.
+    """Describe one checkpoint. Local, read-only.
+
+    Reads no data file; of a torch.save file it loads the pickle.
 
     Args:
         uri: The checkpoint, a part of one, or one safetensors or torch.save file.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
-        filters: fnmatch patterns of keys; a leaf that any of them fits is listed. Empty: all.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
+        filters: fnmatch patterns of keys; leaves that match any of them are listed. Empty: all.
 
     Returns:
         What is in it.
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        IncompleteCheckpointError: Not all of it is there.
+        IncompleteCheckpointError: It is incomplete.
         IntegrityError: The description differs from what was written.
         ManifestError: The description is damaged or too new.
     """
@@ -192,9 +194,7 @@ def inspect(
 
 
 def matching(leaves: Iterable[Leaf], filters: Sequence[str]) -> Iterator[Leaf]:
-    """Yield the ``leaves`` with keys that fit one of the patterns ``filters``; all of them where there is none.
-    Pure.
-    """
+    """Yield the ``leaves`` with keys that match one of ``filters``; all without filters. Pure."""
     for leaf in leaves:
         if not filters or any(fnmatch.fnmatchcase(leaf.key, pattern) for pattern in filters):
             yield leaf
@@ -212,8 +212,8 @@ def values(
 
     Args:
         uri: As for ``inspect``.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
         filters: fnmatch patterns of keys; empty: all.
 
     Returns:
@@ -237,7 +237,7 @@ def values(
 
 
 def _is_small(leaf: TensorLeaf) -> bool:
-    is_shown = len(leaf.shape) <= _DIMENSIONS  # deeper lists are no text
+    is_shown = len(leaf.shape) <= _DIMENSIONS  # deeper lists cannot be shown as text
     return is_shown and leaf.size_bytes <= SMALL_ELEMENTS * leaf.dtype.itemsize
 
 
@@ -251,9 +251,9 @@ def _object_text(contents: Contents, leaf: ObjectLeaf) -> str:
 
 
 def _start_of_repr(value: Any) -> str:
-    """The start of ``repr(value)``, longer than what is shown if it is cut.
+    """Return the start of ``repr(value)``; if it is cut, it is longer than what is shown.
 
-    Containers that share their elements have a text of any length: only what is shown is made.
+    The repr of containers that share elements can have any length, so only the start is made.
     """
     text = ""
     for more in _repr_pieces(value):
@@ -264,7 +264,10 @@ def _start_of_repr(value: Any) -> str:
 
 
 def _repr_pieces(value: Any) -> Iterator[str]:
-    """The text of a value in pieces. Each level has a character of its own before the next, so the depth is bounded."""
+    """Yield the repr of a value in pieces.
+
+    Each level yields a character before the next one begins, so the caller's limit bounds the depth.
+    """
     kind = type(value)
     if isinstance(value, str | bytes):
         yield repr(value[: _TEXT + 1])
@@ -391,7 +394,7 @@ def _parts_of(whole: Seal, uri: Any, storage_options: Mapping[str, Any] | None) 
 
 
 def _manifest_of(seal: Seal, storage: Storage, where: Uri) -> Manifest | None:
-    """None: it lies in a domain that is not seen from here."""
+    """Return the manifest of a sealed save; None if its domain cannot be seen from here."""
     try:
         return drive(find(seal, storage.capabilities.shape, where), storage).manifest
     except NotFoundError:

@@ -1,18 +1,20 @@
-"""The target of an export: what it may be and may replace, and how it appears whole.
+"""The target of an export: what it may be, what it may replace, and how it appears as a whole.
 
-    refuse_place   by the names alone: the source itself, above it, inside it; what belongs to a run
-    refuse_taken   by what is there: a run, a checkpoint, a link, anything that no export wrote
+    refuse_place   refuses by names: the source itself, above it or inside it; what belongs to a run
+    refuse_taken   refuses by what exists: a run, a checkpoint, a link, anything that no export wrote
     landing        the place to write to:
 
-    filesystem     .NAME.partial-<id>/ next to it, then one rename
-    object store   files under their names, the marker (index, .metadata) last; removed again if it fails
+    filesystem     .NAME.partial-<id>/ next to the target, then one rename
+    object store   files under their names, the marker (index, .metadata) last; removed again on failure
 
-``--overwrite`` replaces one file by one file, or a directory in which there is nothing but files with
-the names that an export of this format gives; everything else is refused and left in place. On a
-filesystem the old directory is moved aside and looked at once more, the new one takes its name, the old
-files are removed by their names: a crash between leaves both, under names that say so. On an object store
-the old marker goes before the first of its files is replaced: from then until the new one is there, there
-is no export. One that fails before that leaves the old export as it was.
+``--overwrite`` replaces one file by one file, or a directory that contains only files with the names
+that an export of this format gives. Everything else is refused and left in place.
+
+On a filesystem the old directory is moved aside and checked once more, the new one takes its name, and
+the old files are removed by their names. A crash in between leaves both, under names that say so.
+
+On an object store the old marker is removed before the first of its files is replaced. From then until
+the new marker is written there is no export. An export that fails before that leaves the old one intact.
 """
 
 from __future__ import annotations
@@ -52,11 +54,11 @@ class There:
     """What is at the target: nothing, a link, a file, or a directory.
 
     Attributes:
-        is_link: It is a symbolic link.
-        is_file: It is a file.
-        is_dir: It is a directory.
-        entries: The names in the directory.
-        links: Those of the names that are symbolic links.
+        is_link: Whether it is a symbolic link.
+        is_file: Whether it is a file.
+        is_dir: Whether it is a directory.
+        entries: The entries of the directory.
+        links: The names in the directory that are symbolic links.
     """
 
     is_link: bool = False
@@ -67,12 +69,12 @@ class There:
 
     @property
     def is_something(self) -> bool:
-        """Whether it would be overwritten. An empty directory would not."""
+        """Whether an export would overwrite it; False for an empty directory."""
         return self.is_link or self.is_file or bool(self.entries)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the entries."""
+        """The names of the entries."""
         return tuple(entry.name for entry in self.entries)
 
 
@@ -85,12 +87,14 @@ def refuse_place(
     source_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check that an export may be written to a place. Nothing is written; links in local paths are resolved.
+    """Check by the names alone that an export may be written to a place.
+
+    Nothing is written. Links in local paths are resolved.
 
     Args:
         source: The checkpoint.
         target: The place.
-        source_options: For the source: what fsspec's filesystem of that protocol takes; None: no options.
+        source_options: Options for fsspec's filesystem of the source; None: no options.
         target_options: The same for the target; None: no options.
 
     Raises:
@@ -99,9 +103,9 @@ def refuse_place(
     """
     if not target.name:
         raise UriError("an export has a name of its own", uri=target, hint="name a place below it")
-    # The last name is not followed: a link there is refused for what it is.
+    # The last name is not resolved: a link at the target itself is refused later, as a link.
     to = [*_components(target.parent), target.name]
-    # By its letters too: a link may lead out of a run, and the name of it still is the run's.
+    # Check the path as given too: a link may lead out of a run, but its name belongs to the run.
     for one in (*to, *target.path.split("/")):
         if one == CONTROL or is_save_id(one):
             raise StateError(
@@ -124,7 +128,7 @@ def refuse_place(
 
 
 def _kind(uri: Uri) -> str:
-    """Wrappers of a storage, and other spellings of it, lead to the same place."""
+    """Return the storage protocol without wrappers and in one spelling, for comparison."""
     inner = uri.protocol.rpartition("+")[2]
     return _SAME.get(inner, inner)
 
@@ -135,7 +139,7 @@ def _components(uri: Uri) -> list[str]:
 
 
 def _endpoints(uri: Uri, options: Mapping[str, Any] | None) -> dict[str, str]:
-    """Buckets of one name on two servers are two places."""
+    """Return the endpoint options: buckets of the same name on two servers are two places."""
     told = {**uri.options, **(options or {})}
     return {key: str(value) for key, value in told.items() if "endpoint" in key}
 
@@ -146,20 +150,21 @@ def _endpoints(uri: Uri, options: Mapping[str, Any] | None) -> dict[str, str]:
 def refuse_taken(
     storage: Storage, target: Uri, *, ours: re.Pattern[str] | None, overwrite: bool
 ) -> There:
-    """Check that what is at a target may be replaced.
+    """Check that what exists at a target may be replaced.
 
     Args:
-        storage: Of the directory above.
+        storage: The storage of the directory above.
         target: The place.
-        ours: The names in a directory that an export of this format has; None of a format that is one file.
+        ours: Matches the names that an export of this format writes into its directory; None if the
+            format is one file.
         overwrite: Whether an earlier export may be replaced.
 
     Returns:
-        What is there.
+        What exists there.
 
     Raises:
-        StateError: It is never overwritten.
-        AlreadyExistsError: Something is there, and ``overwrite`` is False.
+        StateError: What exists there is never overwritten.
+        AlreadyExistsError: Something exists there, and ``overwrite`` is False.
     """
     there = look(storage, target.name)
     _refuse_checkpoints(storage, target, there)
@@ -177,7 +182,7 @@ def refuse_taken(
 
 
 def look(storage: Storage, name: str) -> There:
-    """Return what is at ``name`` in ``storage``. Links are seen as such, not followed."""
+    """Return what is at ``name`` in ``storage``. Links are reported as links, not followed."""
     if _is_link(storage, name):
         return There(is_link=True)
     is_dir = False
@@ -186,7 +191,7 @@ def look(storage: Storage, name: str) -> There:
             return There(is_file=True)
         is_dir = True
     except (NotFoundError, NotADirectoryError):
-        pass  # an object store has no directories: only a listing tells
+        pass  # an object store has no directories: only a listing shows what is there
     try:
         entries = tuple(storage.list(name))
     except (NotFoundError, NotADirectoryError):
@@ -196,8 +201,13 @@ def look(storage: Storage, name: str) -> There:
 
 
 def strangers(there: There, ours: re.Pattern[str]) -> list[str]:
-    """Return the names in ``there`` that no export of this format gave (``ours``): other files, every directory,
-    every link. Pure.
+    """Return the names in ``there`` that no export of this format wrote, by the pattern ``ours``.
+
+    These are files with other names, and all directories and links. Pure.
+
+    Args:
+        there: What exists at the target.
+        ours: Matches the names that an export of this format writes.
     """
     return [
         entry.name
@@ -221,11 +231,11 @@ def _is_checkpoint(parent: Storage) -> bool:
     try:
         return not parent.stat(MANIFEST).is_dir
     except (NotFoundError, NotADirectoryError, AccessError):
-        return False  # above the target nothing need be permitted, nor be there
+        return False  # the directory above the target may be forbidden or missing
 
 
 def _reason(there: There, ours: re.Pattern[str] | None) -> str | None:
-    """Why what is there stays. Pure."""
+    """Return why an export must not replace what exists there; None if it may. Pure."""
     if there.is_link:
         return "a symbolic link is there"
     if ours is None:
@@ -254,9 +264,9 @@ class Landing:
     """A directory that an export is written into.
 
     Attributes:
-        storage: Of the directory above.
-        prefix: Where files are written, "" or ending in "/".
-        written: The keys so far.
+        storage: The storage of the directory above.
+        prefix: Where files are written; "" or ending in "/".
+        written: The keys written so far.
     """
 
     storage: Storage
@@ -264,7 +274,7 @@ class Landing:
     written: list[str] = field(default_factory=list)
 
     def key(self, name: str) -> str:
-        """Return the key to write a file ``name`` to; what is new is removed if the export fails."""
+        """Return the key to write a file ``name`` to. New files are removed if the export fails."""
         self.written.append(f"{self.prefix}{name}")
         return self.written[-1]
 
@@ -283,19 +293,20 @@ def landing(
     ours: re.Pattern[str],
     markers: Sequence[str],
 ) -> Iterator[Landing]:
-    """A directory to write into; it is there when the block is left without an exception.
+    """A directory to write into. It exists when the block is left without an exception.
 
     Args:
         target: The directory.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
         overwrite: Replace an earlier export of this format.
-        ours: The names that an export of this format has.
-        markers: The names by which readers find it.
+        ours: Matches the names that an export of this format writes.
+        markers: The names of the files by which readers find an export.
 
     Raises:
-        AlreadyExistsError: Something is there and ``overwrite`` is False, or it was written in between.
-        StateError: What is there is no export of this format; it stays.
+        AlreadyExistsError: Something exists there and ``overwrite`` is False, or something was written
+            there during the export.
+        StateError: What exists there is not an export of this format; it stays.
         StorageError: The storage failed.
     """
     storage = open_storage(target.parent, storage_options)
@@ -339,7 +350,7 @@ def _beside(
 
 
 def _looked_again(storage: Storage, target: Uri, old: str, ours: re.Pattern[str]) -> There:
-    """What was moved aside. StateError: what no export wrote came while this one was written."""
+    """Return what was moved aside. StateError if it now has something that no export wrote."""
     aside = look(storage, old)
     strange = strangers(aside, ours)
     if strange or not aside.is_dir:
@@ -353,7 +364,7 @@ def _looked_again(storage: Storage, target: Uri, old: str, ours: re.Pattern[str]
 
 
 def _remove(storage: Storage, old: str, aside: There) -> None:
-    """By the names that were looked at: what came after that is nobody's to remove."""
+    """Remove the old export by the names seen before; files that appeared later stay."""
     try:
         storage.remove_many([f"{old}/{name}" for name in aside.names])
         storage.remove_dir(old)
@@ -371,9 +382,9 @@ def _is_there(storage: Storage, key: str) -> bool:
 
 @dataclass(slots=True)
 class _InPlace(Landing):
-    """Files under their final names, each replaced at once by one PUT.
+    """An export that writes files under their final names, each by one PUT.
 
-    old: the names of the older export. markers: see ``landing``. taken: the bytes of its markers that
+    old: the names of the older export. markers: see ``landing``. taken: the bytes of the old markers that
     were removed. before: the ETag of each old file when its replacement began.
     """
 
@@ -383,7 +394,7 @@ class _InPlace(Landing):
     before: dict[str, str | None] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
-        """As ``Landing.key``. The old marker goes before the first file that it stands for changes."""
+        """As ``Landing.key``. Removes the old markers before the first data file is replaced."""
         if name in self.old:
             if name not in self.markers:
                 self._take_markers()
@@ -398,10 +409,10 @@ class _InPlace(Landing):
                 self.storage.remove_many([key])
 
     def undo(self, error: BaseException) -> None:
-        """Remove what is only new; bring the old marker back if all that it stands for is unchanged."""
+        """Remove new files. Restore the old markers if all old data files are unchanged."""
         replaced = {name for name in self.before if self._is_replaced(name)}
         if replaced & set(self.markers):
-            return  # the new marker is there, or may be: what it names stays
+            return  # the new marker exists, or may exist: the files that it names stay
         old = {f"{self.prefix}{name}" for name in self.old}
         self.storage.remove_many([key for key in self.written if key not in old])
         # After a lost answer or Ctrl-C a PUT may still arrive, and two exports would be mixed.
@@ -411,7 +422,7 @@ class _InPlace(Landing):
                 self.storage.replace(f"{self.prefix}{name}", data)
 
     def _is_replaced(self, name: str) -> bool:
-        """Also where nobody can know."""
+        """Whether an old file was replaced; True also if that cannot be known."""
         if name in self.taken:
             return False
         before = self.before[name]

@@ -1,15 +1,16 @@
-"""What a line of a listing says, where it comes from, and the order of lines. Read-only, no waiting, no torch.
+"""The lines of a listing: their fields, where these come from, and the order of lines. No torch.
 
     State         what a checkpoint is, at first look
-    Checkpoint    one line; ``from_seal``, ``from_beside``: what a manifest adds to it
-    Run           all of them, and who holds the run
-    Holding       the newest owner of a run, as its log and this machine say:
+    Checkpoint    one line; ``from_seal`` and ``from_beside`` add to it what a manifest says
+    Run           all lines, and who holds the run
+    Holding       the newest owner of a run, as its log and this machine show it:
 
-    free      no process, or its owner left in peace
-    held      an owner that did not leave; whether it lives only its own machine knows at once
-    gone      an owner of this machine whose process is not there any more: the next one takes the run
+    free      the run has no owner, or its owner released it
+    held      the owner did not release the run; only its own machine knows at once whether it lives
+    gone      the owner was a process of this machine and has ended: the next job takes the run
 
-``prepare_run`` decides by itself, and watches the lease where this cannot be known.
+``prepare_run`` decides by itself, and watches the lease if the owner is on another machine. Everything
+here is read-only and waits for nothing.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Hold(StrEnum):
     """Whether a process holds the run.
 
     Attributes:
-        FREE: No process does.
-        HELD: A process does, as far as is known.
+        FREE: No process holds it.
+        HELD: A process holds it, as far as is known.
         GONE: Its owner was a process of this node and has died.
     """
 
@@ -75,10 +76,10 @@ class Holding:
 
     Attributes:
         hold: Whether it holds the run.
-        generation: Its number; 0 where the run was never claimed, and the rest is empty.
-        host: The owner's host, also of one that left.
+        generation: Its number; 0 if the run was never claimed, and then the other fields are empty.
+        host: The owner's host, even if the owner has left.
         pid: The owner's process id.
-        job: The owner's job; None where it had no name.
+        job: The owner's job; None if it had no name.
     """
 
     hold: Hold
@@ -89,7 +90,7 @@ class Holding:
 
     @property
     def told(self) -> str:
-        """In words."""
+        """The holding in words."""
         if self.hold is Hold.FREE:
             return "free"
         fence = Fence(Generation(self.generation, ""), host=self.host, pid=self.pid, job=self.job)
@@ -98,7 +99,7 @@ class Holding:
 
 
 def holding_of(views: Views) -> Holding:
-    """Return who holds the run with the reached logs ``views``."""
+    """Return who holds a run, by the logs ``views`` that were reached."""
     if not views:
         return Holding(Hold.FREE)
     newest = max(views.values(), key=lambda view: view.generation)
@@ -125,17 +126,17 @@ class State(StrEnum):
 
     Attributes:
         COMMITTED: Committed and visible.
-        UNPROJECTED: Committed, and stock readers do not see it yet.
-        IN_DOUBT: Not known from here whether it is committed.
+        UNPROJECTED: Committed, but stock readers do not see it yet.
+        IN_DOUBT: It is not known from here whether it is committed.
         SAVING: A save that is under way.
-        ABANDONED: An attempt that no process will finish: a newer owner came, or nothing was written to it
-            for a day.
+        ABANDONED: An attempt that no process will finish: a newer owner came, or nothing was written to
+            it for a day.
         FOREIGN: Another program, such as stock torch, saved it into the run, and it is whole.
         DAMAGED: Files of it are missing or changed; the note says which.
         REPLACED: A newer save has its name.
         OVERWRITTEN: Taken out of the catalog by ``mode="overwrite"``.
         DELETED: Deleted.
-        ABORTED: A save that was given up.
+        ABORTED: A save that was aborted.
     """
 
     COMMITTED = "committed"
@@ -151,12 +152,12 @@ class State(StrEnum):
     ABORTED = "aborted"
 
 
-# What is shown only when asked for: nobody can load it.
+# Shown only on request: checkpoints in these states cannot be loaded.
 HISTORY = frozenset({State.REPLACED, State.OVERWRITTEN, State.DELETED, State.ABORTED})
 
 
 class Sort(StrEnum):
-    """The order of a listing. The last one is the newest, or the largest.
+    """The order of a listing. The last line is the newest, or the largest.
 
     Attributes:
         COMMIT: The order of the commits.
@@ -175,28 +176,29 @@ class Sort(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One line of a listing. None where no source says: sizes, ranks and times of plain DCP checkpoints are in
-    no manifest.
+    """One line of a listing. A field is None if no source has it.
+
+    Plain DCP checkpoints, for example, have no manifest with sizes, ranks and times.
 
     Attributes:
         uri: Where it is.
         name: Its name in the run.
         state: What it is, at first look.
-        origin: Why it is believed; None of attempts.
+        origin: Where it is recorded; None for attempts.
         step: Completed optimizer steps.
         kind: A checkpoint, weights or a directory.
         save_id: The id of the save.
-        created_at: When, in ISO 8601, UTC.
+        created_at: When it was made, in ISO 8601, UTC.
         size_bytes: Bytes of its files.
-        files: How many files.
+        files: Number of files.
         ranks: How many ranks saved it.
-        parts: The parts of one that several groups wrote.
-        pinned: Retention leaves it alone.
-        failure: Saved by a run that was failing.
+        parts: The names of its parts, if several groups wrote it.
+        pinned: Whether retention leaves it alone.
+        failure: Whether a failing run saved it.
         generation: The number of the run's owner that saved it.
         domains: Ids of the domains that hold it.
         note: Why it is in its state.
-        manifest: The manifest, where it was read.
+        manifest: The manifest; None if it was not read.
     """
 
     uri: Uri
@@ -227,8 +229,8 @@ class Run:
         uri: The run.
         holding: Who holds it.
         checkpoints: Its checkpoints.
-        withheld: Lines of its history that were not to be listed.
-        notes: What is odd about it.
+        withheld: How many lines of its history were left out.
+        notes: What is unusual about it.
     """
 
     uri: Uri
@@ -239,7 +241,7 @@ class Run:
 
 
 def in_order(lines: Sequence[Checkpoint], sort: Sort) -> list[Checkpoint]:
-    """The ``lines`` in the order ``sort``; those that the order does not tell apart stay as they are."""
+    """Return the ``lines`` in the order ``sort``. Lines that are equal in it keep their order."""
     key = _KEYS.get(sort)
     return list(lines) if key is None else sorted(lines, key=key)
 
@@ -253,7 +255,14 @@ _KEYS: dict[Sort, Callable[[Checkpoint], tuple[Any, ...]]] = {
 
 
 def side_by_side(ask: Callable[[T], R], of: Sequence[T]) -> list[R]:
-    """Return the results of ``ask`` for each of ``of``, several at once: on a network each takes a round trip."""
+    """Return the results of ``ask`` for each of ``of``, in order.
+
+    Several calls run at once, because on a network each takes a round trip.
+
+    Args:
+        ask: Called on threads.
+        of: The arguments.
+    """
     if len(of) < 2:  # noqa: PLR2004
         return [ask(one) for one in of]
     with ThreadPoolExecutor(min(_AT_ONCE, len(of)), thread_name_prefix="ckptfs-look") as pool:
@@ -261,7 +270,7 @@ def side_by_side(ask: Callable[[T], R], of: Sequence[T]) -> list[R]:
 
 
 def began_at(save_id: str | None) -> str | None:
-    """Return when a save began, by its ``save_id``; None: the id is none of ckptfs."""
+    """Return when a save began, by its ``save_id``; None if ckptfs did not make that id."""
     try:
         began = datetime.strptime((save_id or "")[:15], "%Y%m%dT%H%M%S").replace(tzinfo=UTC)
     except ValueError:
@@ -270,13 +279,16 @@ def began_at(save_id: str | None) -> str | None:
 
 
 def time_text(unix_s: float) -> str:
-    """Return ``unix_s``, seconds since the epoch, as ISO 8601, UTC."""
+    """Return ``unix_s``, in seconds since the epoch, as ISO 8601 text in UTC."""
     return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def age_s(created_at: str | None, now: datetime | None = None) -> float | None:
-    """Return the seconds since ``created_at`` by this machine's clock, or until ``now``; None where no time is
-    known.
+    """Return the seconds from ``created_at`` to ``now``; None if ``created_at`` is no time.
+
+    Args:
+        created_at: A time in ISO 8601; None if it is not known.
+        now: A later time; None: the time of this machine's clock.
     """
     if not created_at:
         return None
@@ -293,7 +305,7 @@ _UNPROJECTED = "stock torch does not see it; the next owner of the run puts that
 
 
 def from_beside(line: Checkpoint, beside: Beside) -> Checkpoint:
-    """Return ``line`` with what is next to the log, ``beside``, believed or not."""
+    """Return ``line`` with what was found in a directory that is not in the log, ``beside``."""
     checkpoint, manifest = beside.checkpoint, beside.manifest
     if checkpoint is None:
         line = replace(line, state=State.DAMAGED, note=beside.why)
@@ -314,8 +326,11 @@ def from_beside(line: Checkpoint, beside: Beside) -> Checkpoint:
 
 
 def as_foreign(line: Checkpoint, look: Look) -> Checkpoint:
-    """Return the ``line`` of what another program saved next to the log, with whether it is whole, read with
-    ``look``.
+    """Return the ``line`` of a checkpoint of another program, with whether it is whole.
+
+    Args:
+        line: The line so far. It is returned as it is unless its origin is stock torch.
+        look: Reads the files.
     """
     if line.origin is not Origin.STOCK:
         return line
@@ -323,7 +338,7 @@ def as_foreign(line: Checkpoint, look: Look) -> Checkpoint:
         metadata = look.storage.read(f"{line.name}/{METADATA}")
         missing = drive(missing_data(line.name, metadata), look.storage)
     except NotFoundError:
-        return line  # it goes while we look
+        return line  # it was removed while we looked
     if not missing:
         return replace(
             line, state=State.FOREIGN, note="ckptfs did not write it; load it by its name"
@@ -336,8 +351,12 @@ def as_foreign(line: Checkpoint, look: Look) -> Checkpoint:
 
 
 def as_overwritten(line: Checkpoint, seal: Seal, look: Look) -> Checkpoint:
-    """The ``line`` of the newest commit ``seal``, with a note where another program saved over it, read with
-    ``look``.
+    """Return the ``line`` of the newest commit, with a note if another program saved over it.
+
+    Args:
+        line: The line so far.
+        seal: The newest commit.
+        look: Reads the files.
     """
     shape = look.storage.capabilities.shape
     if not drive(is_overwritten(seal, look.views, shape), look.storage):
@@ -366,14 +385,14 @@ def from_seal(line: Checkpoint, seal: Seal, look: Look, *, everything: bool) -> 
         line: The line so far.
         seal: The save.
         look: What this process sees of the run.
-        everything: Also whether stock readers see it.
+        everything: Check also whether stock readers see it.
     """
     shape = look.storage.capabilities.shape
     try:
         found = drive(find(seal, shape, line.uri), look.storage)
     except (NotFoundError, StaleError, IntegrityError, ManifestError) as error:
         if line.state is not State.COMMITTED:
-            return line  # history: that its files are not where they were is no news
+            return line  # history: its files are expected to be gone
         is_lost = isinstance(error, NotFoundError | StaleError)
         note = f"{MANIFEST} of save {seal.save_id} is missing" if is_lost else error.message
         return replace(line, state=State.DAMAGED, note=note)
@@ -390,7 +409,7 @@ def from_seal(line: Checkpoint, seal: Seal, look: Look, *, everything: bool) -> 
 
 
 def _with_part(line: Checkpoint, part: Seal, look: Look) -> Checkpoint:
-    """With the bytes of a part, where it can be seen from here."""
+    """Add the files and bytes of a part to a line, or a note if it cannot be seen from here."""
     try:
         found = drive(find(part, look.storage.capabilities.shape, line.uri), look.storage)
     except (NotFoundError, StaleError, IntegrityError, ManifestError):
@@ -408,11 +427,11 @@ def _with_part(line: Checkpoint, part: Seal, look: Look) -> Checkpoint:
 
 
 def _is_projected(seal: Seal, look: Look) -> bool:
-    """Whether ``ckptfs.json`` beside the data names this save, and ``.metadata`` is there."""
+    """Whether ``ckptfs.json`` in the step directory names this save, and ``.metadata`` is there."""
     try:
         if names_save(read_limited(look.storage, f"{seal.name}/{MANIFEST}")) != seal.save_id:
             return False
-        # A directory artifact has none, and of a whole of parts each part has its own.
+        # A directory artifact has no .metadata; in a checkpoint of parts each part has its own.
         if seal.artifact is not Kind.DIRECTORY and not seal.parts:
             look.storage.stat(f"{seal.name}/{METADATA}")
     except NotFoundError:

@@ -1,21 +1,22 @@
-"""What a URI holds, checkpoint by checkpoint: what ``ckptfs ls`` shows. Read-only, no torch.
+"""List the checkpoints at a URI, as ``ckptfs ls`` shows them. Read-only, no torch.
 
     look_at(uri)    -> Run          it has a log, or checkpoints are in it
-                    -> OneOf        one checkpoint, and its files where they are asked for
+                    -> OneOf        one checkpoint, and its files if they are wanted
                     -> Runs         a directory or prefix above runs
 
     newest(uri)     -> Newest       the last commit of a kind, and when it was made
 
-NotFoundError: nothing is there. On an object store an empty place is no place.
+If nothing is there, that is a NotFoundError. On an object store an empty place does not exist.
 
-A run is listed from its folded log, the attempts and the directories in it, which is cheap; then sizes,
-ranks and times of those that are wanted are read: one small read each, several at once.
+A run is listed from its folded log, its attempts and its directories, which is cheap. Then sizes, ranks
+and times of the wanted checkpoints are read: one small read each, several at once.
 
-committed     as the log says; also ``not projected``, where stock torch does not see it yet
+committed     by the log; also ``not projected`` if stock torch does not see it yet
 in doubt      a domain that decides is out of reach from here
-on its way    an attempt without a seal; ``abandoned`` where its writer can not finish it any more
-foreign       next to the log of a run: another program, such as stock torch, saved it, and it is whole
-damaged       its manifest is missing or another one; a foreign one is not whole. Files of ours are not looked at: that is ``verify``
+on its way    an attempt without a seal; ``abandoned`` if its writer can no longer finish it
+foreign       not in the log of the run: another program, such as stock torch, saved it, and it is whole
+damaged       its manifest is missing or is another one, or a foreign one is not whole. The files of our
+              own checkpoints are not checked: ``verify`` does that
 deleted       by the log, with bytes still there; ``aborted``, ``replaced``, ``overwritten``: history
 """
 
@@ -108,15 +109,17 @@ def list_run(
     sort: Sort = Sort.COMMIT,
     limit: int | None = None,
 ) -> Run:
-    """The checkpoints of a run, in commit order those that the log knows. Local, read-only.
+    """The checkpoints of a run: first those outside the log, then those of the log in commit order.
+
+    Another order can be chosen with ``sort``. Local, read-only.
 
     Args:
         look: What this process sees of the run.
-        everything: History too, and whether stock readers see each.
-        kinds: Only these; empty: all.
-        names: Only these; empty: all.
+        everything: List history too, and check whether stock readers see each checkpoint.
+        kinds: List only these kinds; empty: all.
+        names: List only these names; empty: all.
         sort: The order.
-        limit: So many, the last of the order; None: all.
+        limit: List only this many, the last ones of the order; None: all.
 
     Raises:
         NotFoundError: Nothing is there.
@@ -126,7 +129,7 @@ def list_run(
     shown = [one for one in found if everything or one.line.state not in HISTORY]
     withheld = len(found) - len(shown)
     if limit is not None and sort is Sort.COMMIT and not kinds:
-        shown = shown[max(0, len(shown) - limit) :]  # what is not shown is not read
+        shown = shown[max(0, len(shown) - limit) :]  # lines that are not shown are not read
     loose: list[Checkpoint] = []
     if limit is None or len(shown) < limit or sort is not Sort.COMMIT or kinds:
         loose = _beside(look, names)
@@ -151,13 +154,13 @@ def list_run(
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """What is known of a save without a read of its own. seal: None of an attempt."""
+    """What is known of a save without a separate read. seal: None for an attempt."""
 
     line: Checkpoint
     seal: Seal | None = None
 
     def detailed(self, look: Look, *, everything: bool) -> Checkpoint:
-        """With what its manifest tells."""
+        """Return the line with what the manifest adds."""
         if self.seal is None:
             return self.line
         return from_seal(self.line, self.seal, look, everything=everything)
@@ -170,7 +173,7 @@ def _candidates(look: Look, names: Collection[str]) -> list[_Candidate]:
 
 
 def _beside(look: Look, names: Collection[str]) -> list[Checkpoint]:
-    """What lies beside the log, in an order of its own: before all that the log has one for."""
+    """Return lines for checkpoints that are not in the log, the oldest first."""
     entries = [Entry(name, is_dir=True) for name in names] or look.storage.list("")
 
     def looked_at(name: str) -> Beside | None:
@@ -181,12 +184,12 @@ def _beside(look: Look, names: Collection[str]) -> list[Checkpoint]:
         from_beside(Checkpoint(look.root / one.name, one.name, State.COMMITTED, None), one)
         for one in oldest_first(one for one in found if one is not None)
     ]
-    # Where no log is, a checkpoint of another program is what there is.
+    # Without a log, checkpoints of other programs are ordinary ones.
     return side_by_side(lambda line: as_foreign(line, look), lines) if look.views else lines
 
 
 def _logged(look: Look, attempts: Sequence[AttemptRecord]) -> list[_Candidate]:
-    """What the log knows: history and committed saves in commit order, then what is in doubt."""
+    """Return the saves of the log: history and commits in commit order, then saves in doubt."""
     lives = commits(look.views)
     live = {one.seal.save_id for one in catalog(look.views)}
     order = {one.seal.save_id: at for at, one in enumerate(lives)}
@@ -196,7 +199,7 @@ def _logged(look: Look, attempts: Sequence[AttemptRecord]) -> list[_Candidate]:
         seal = seal_of(save_id, look.views)
         if standing(save_id, look.views) is Standing.ABORTED:
             name = names.get(save_id, "") if seal is None else seal.name
-            if name:  # else nothing is left of it; the log tells
+            if name:  # otherwise nothing is left of it; ``ckptfs log`` shows it
                 line = Checkpoint(look.root / name, name, State.ABORTED, Origin.LOG)
                 line = replace(line, save_id=save_id, created_at=began_at(save_id))
                 found.append((-1, _Candidate(line)))
@@ -211,7 +214,7 @@ def _logged(look: Look, attempts: Sequence[AttemptRecord]) -> list[_Candidate]:
 def _state_of(
     seal: Seal, look: Look, lives: Sequence[Live], live: Collection[str]
 ) -> tuple[State | None, str]:
-    """Of a sealed save, and why; None: nothing of it is left."""
+    """Return the state of a sealed save and the reason; None if nothing of it is left."""
     views = look.views
     match standing(seal.save_id, views):
         case Standing.COMMITTED if seal.save_id in live:
@@ -261,7 +264,7 @@ def _attempts(look: Look) -> list[AttemptRecord]:
 
 
 def _unsealed(look: Look, attempts: Iterable[AttemptRecord]) -> list[_Candidate]:
-    """Attempts that no log has settled."""
+    """Return the attempts that no log has settled."""
     found = []
     for record in attempts:
         saves = [view.save(record.save_id) for view in look.views.values()]
@@ -281,8 +284,10 @@ def _unsealed(look: Look, attempts: Iterable[AttemptRecord]) -> list[_Candidate]
 
 
 def _attempt_state(look: Look, record: AttemptRecord, created_at: str | None) -> tuple[State, str]:
-    """As ``gc`` sees it. What began less than a day ago was written to less than a day ago: nothing of it
-    is measured, which on an object store is a request for each file.
+    """Return the state of an attempt, by the same rule as ``gc``, and the reason.
+
+    An attempt that began less than a day ago is not measured, because its last write cannot be older.
+    Measuring takes one request for each file on an object store.
     """
     (state,) = look.views.values()
     age, tree, sending = age_s(created_at), Tree(), False
@@ -325,28 +330,26 @@ def _notes(look: Look) -> tuple[str, ...]:
 
 
 def gap(look: Look) -> str:
-    """Return what is wrong where entries of the log in ``look`` are missing and later ones are there; "" where
-    none is.
-    """
+    """Return a note if the log in ``look`` lacks an entry although later ones exist; else ""."""
     found = gap_of(look)
     if found is None:
         return ""
     return f"entry {found.missing} of the log is missing, and what comes after it is not read: ckptfs log"
 
 
-_DEPTH = 3  # directories between what was asked for and a run
+_DEPTH = 3  # levels of directories below the given place that are searched for runs
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is shown of a place; see ``list_run``.
+    """What to show of a place; see ``list_run``.
 
     Attributes:
-        everything: History too, and whether stock readers see each.
-        kinds: Only these; empty: all.
+        everything: List history too, and check whether stock readers see each checkpoint.
+        kinds: List only these kinds; empty: all.
         sort: The order.
-        limit: So many, the last of the order; None: all.
-        files: The files too, of one checkpoint.
+        limit: List only this many, the last ones of the order; None: all.
+        files: For one checkpoint, list its files too.
     """
 
     everything: bool = False
@@ -361,9 +364,9 @@ class File:
     """A file of a checkpoint.
 
     Attributes:
-        path: From its directory.
+        path: Its path relative to the checkpoint's directory.
         size_bytes: Its bytes.
-        domain: The id of the domain that holds it; None for all.
+        domain: The id of the domain that holds it; None if all do.
     """
 
     path: str
@@ -378,8 +381,8 @@ class OneOf:
     Attributes:
         uri: Where it is.
         holding: Who holds the run.
-        lines: The save of that name, older ones of the name after it.
-        files: Its files; None where they were not wanted.
+        lines: The save of that name, followed by older saves of the same name.
+        files: Its files; None if they were not wanted.
     """
 
     uri: Uri
@@ -393,8 +396,8 @@ class Newest:
     """The latest checkpoint.
 
     Attributes:
-        checkpoint: The checkpoint; None: there is none.
-        notes: What is odd about its run, as of ``Run``.
+        checkpoint: The checkpoint; None if there is none.
+        notes: What is unusual about its run; see ``Run``.
     """
 
     checkpoint: Checkpoint | None
@@ -407,12 +410,12 @@ class RunFound:
 
     Attributes:
         uri: The run.
-        holding: Who holds it; None where that is not known.
-        checkpoints: How many.
-        latest: The name of the latest; None where there is none.
-        step: Its completed optimizer steps; None where there is no number.
-        created_at: When it was made, in ISO 8601; None where that is not known.
-        trouble: Why nothing is known of the run.
+        holding: Who holds it; None if that is not known.
+        checkpoints: Number of checkpoints.
+        latest: The name of the latest; None if there is none.
+        step: Its completed optimizer steps; None if there is no number.
+        created_at: When it was made, in ISO 8601; None if that is not known.
+        trouble: Why the run could not be read; "" if it could.
     """
 
     uri: Uri
@@ -444,9 +447,9 @@ def look_at(
 
     Args:
         uri: A run, a checkpoint, or a place above runs.
-        wanted: What is shown of it.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        wanted: What to show of it.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Returns:
         A run, one checkpoint of a run, or the runs below.
@@ -462,8 +465,8 @@ def look_at(
         entries = _entries(look.storage, "")
         names = {entry.name for entry in entries or ()}
         if CONTROL in names and not _entries(look.storage, CONTROL):
-            names.discard(CONTROL)  # an empty directory: nobody began a run here
-        # A run that is being made, or has lost its domain, is still one.
+            names.discard(CONTROL)  # an empty directory: no run was begun here
+        # A run that is being made, or has lost its domain, is still a run.
         if CONTROL in names and not names & {MANIFEST, METADATA}:
             return _list(look, wanted)
         one = _one_of(look.root, wanted, storage_options, must=bool(names & {MANIFEST, METADATA}))
@@ -479,18 +482,19 @@ def look_at(
 
 
 def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None = None) -> Newest:
-    """The last committed checkpoint of a kind, as ``ckptfs.latest`` finds it, and when it was made. Local,
-    read-only.
+    """The last committed checkpoint of a kind, as ``ckptfs.latest`` finds it, and when it was made.
+
+    Local, read-only.
 
     Args:
         run_uri: The run.
         kind: A checkpoint, weights or a directory.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Raises:
         NotFoundError: Nothing is there.
-        ManifestError: The log has a gap, so that what is found may be an old one.
+        ManifestError: The log has a gap, so the checkpoint found could be an old one.
         IncompleteCheckpointError: The last one was removed by hand.
         AmbiguousCheckpointError: Stock torch saved a checkpoint into the run after its newest commit.
     """
@@ -502,7 +506,7 @@ def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None =
         found = drive(newest_there(look.views, look.root, kind, shape), look.storage)
         if found is not None:
             run = list_run(look, names=[found.uri.name])
-            # Of the name there may be other lines: an attempt to replace it.
+            # There may be other lines of that name, such as an attempt to replace it.
             lines = [one for one in run.checkpoints if one.save_id == found.save_id]
             return Newest(lines[0] if lines else None, run.notes)
         if not look.views:
@@ -515,7 +519,7 @@ _SINGLE_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
 
 def _no_run(entries: Sequence[Entry]) -> Iterator[str]:
-    """What lies in a place that is no run. Pure."""
+    """Yield notes on a place that is not a run. Pure."""
     files = sorted(e.name for e in entries if not e.is_dir and e.name.endswith(_SINGLE_FILES))
     if files:
         shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")  # noqa: PLR2004
@@ -531,7 +535,7 @@ def _refuse_absent(look: Look, entries: list[Entry] | None) -> list[Entry]:
     if entries:
         return entries
     shape = look.storage.capabilities.shape
-    drive(refuse_no_run(look.root, shape), look.storage)  # a file lists like a place that is absent
+    drive(refuse_no_run(look.root, shape), look.storage)  # a file and an absent place list alike
     if entries is None or shape is Shape.OBJECT:
         raise NotFoundError(
             "nothing exists there",
@@ -567,7 +571,10 @@ def _entries(storage: Storage, key: str) -> list[Entry] | None:
 def _one_of(
     target: Uri, wanted: Wanted, options: Mapping[str, Any] | None, *, must: bool
 ) -> OneOf | None:
-    """The checkpoint of that name in its parent; None where that knows none. must: there is one."""
+    """Return the checkpoint of that name in its parent; None if the parent has none.
+
+    must: there is a checkpoint for sure, so errors of the parent are raised.
+    """
     if target.parent == target or not target.name:
         return None
     with contextlib.ExitStack() as stack:
@@ -577,7 +584,7 @@ def _one_of(
         except StorageError:
             if must:
                 raise
-            return None  # above a run nothing need be permitted
+            return None  # the directory above a run may be forbidden
         if not run.checkpoints:
             return None
         lines = tuple(sorted(run.checkpoints, key=lambda one: _RANK.get(one.state, 9)))
@@ -612,7 +619,7 @@ def _files(look: Look, line: Checkpoint) -> Iterator[File]:
 def _runs_below(
     look: Look, entries: Sequence[Entry], options: Mapping[str, Any] | None
 ) -> Iterator[RunFound]:
-    """Runs below the place, level by level; what lies in a run is not looked at."""
+    """Yield the runs below a place, searched level by level. Does not search inside runs."""
     level = [entry.name for entry in entries if entry.is_dir]
     runs: list[str] = []
     for _ in range(_DEPTH):
@@ -622,7 +629,7 @@ def _runs_below(
             if CONTROL in names and _entries(look.storage, f"{key}/{CONTROL}"):
                 runs.append(key)
             elif names & {MANIFEST, METADATA}:
-                runs.append(key.rpartition("/")[0])  # a checkpoint: what holds it is a run
+                runs.append(key.rpartition("/")[0])  # a checkpoint: its directory is a run
             else:
                 below += [f"{key}/{entry.name}" for entry in found if entry.is_dir]
         level = [key for key in below if key.rpartition("/")[0] not in runs]
@@ -636,7 +643,7 @@ def _lister(storage: Storage) -> Any:
         try:
             return storage.list(key)
         except StorageError:
-            return []  # gone meanwhile, or not for us to see
+            return []  # removed since, or forbidden
 
     return entries
 

@@ -1,12 +1,12 @@
-"""One checkpoint, opened by one process, whatever its format: what inspect, verify and export begin with.
+"""Open one checkpoint of any format in one process, for inspect, verify and export.
 
     with open_contents(uri, options) as opened:
-        opened.contents   opened.format   opened.found (None of a single file)
+        opened.contents   opened.format   opened.found (None for a single file)
 
-    with located(uri, options) as here:     here.storage  here.name  here.found  here.whole
-    with file_at(uri, options) as file:     one file by its URI, or None: it is a directory
+    with located(uri, options) as here:     here.storage  here.name  here.found  here.domain
+    with file_at(uri, options) as file:     one file by its URI; None for a directory
 
-Read-only, local, needs read permission alone: a reader that talks to no other rank.
+Read-only and local: it needs only read permission and talks to no other rank.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Located:
 
     Attributes:
         uri: Where it is.
-        storage: Of its run, open until the block is left.
-        name: Its name in the run; of a part ``step_100/actor``.
+        storage: The storage of its run, open until the block is left.
+        name: Its name in the run; for a part such as ``step_100/actor``.
         found: Where its files are.
-        domain: The id of the domain that is seen from here, "" for none.
+        domain: The id of the domain that is seen from here; "" for none.
     """
 
     uri: Uri
@@ -79,7 +79,7 @@ class File:
 
     Attributes:
         uri: Where it is.
-        storage: Of its directory.
+        storage: The storage of its directory.
         size_bytes: Its bytes.
     """
 
@@ -90,16 +90,18 @@ class File:
 
 @contextlib.contextmanager
 def located(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iterator[Located]:
-    """The checkpoint, or the part of one, or the directory of files at ``uri``. Local, read-only.
+    """The checkpoint, part or directory of files at ``uri``, until the block is left.
+
+    Local, read-only.
 
     Args:
-        uri: Where.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        uri: The place.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        IncompleteCheckpointError: Not all of it is there.
+        IncompleteCheckpointError: It is incomplete.
         IntegrityError: The description differs from what was written.
         ManifestError: The description is damaged or too new.
         StateError: It consists of parts (see ``whole_of_parts``), or is a run.
@@ -125,14 +127,14 @@ def whole_of_parts(uri: Any, storage_options: Mapping[str, Any] | None = None) -
 
     Args:
         uri: The checkpoint.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Returns:
-        The seal; None where it is no such checkpoint.
+        The seal; None if it is no checkpoint of parts.
 
     Raises:
-        IncompleteCheckpointError: Whether it was committed is in doubt.
+        IncompleteCheckpointError: It is in doubt whether it was committed.
     """
     target = Uri.parse(uri)
     with looking_at(target.parent, {**options_of(uri), **(storage_options or {})}) as look:
@@ -142,15 +144,15 @@ def whole_of_parts(uri: Any, storage_options: Mapping[str, Any] | None = None) -
 
 @contextlib.contextmanager
 def file_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iterator[File | None]:
-    """The file of that name, until the block is left. Local, read-only.
+    """The file at ``uri``, until the block is left. Local, read-only.
 
     Args:
         uri: The file.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Yields:
-        The file; None where there is none: a directory, or nothing.
+        The file; None if there is a directory or nothing.
 
     Raises:
         StorageError: The storage failed.
@@ -163,7 +165,7 @@ def file_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Itera
         except (NotFoundError, NotADirectoryError):
             yield None
         except StorageError:
-            # Above a bucket's root nothing may be permitted: whoever looks next says what is wrong.
+            # The directory above may be a forbidden bucket root: the next access reports the error.
             yield None
         else:
             yield None if stat.is_dir else File(target, storage, stat.size_bytes)
@@ -174,13 +176,13 @@ def file_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Itera
 def options_for(
     other: Any, uri: Any, storage_options: Mapping[str, Any] | None, own: Mapping[str, Any] | None
 ) -> Mapping[str, Any]:
-    """The options of a second URI. Pure.
+    """The storage options for the second of two URIs. Pure.
 
     Args:
         other: The second URI.
         uri: The first URI.
         storage_options: The options of the first; None: no options.
-        own: The options of the second; None: those of the first, where both are of one kind of storage.
+        own: The options of the second; None: those of the first, if both have the same protocol.
     """
     if own:
         return own
@@ -192,7 +194,7 @@ _ARCHIVE = b"PK\x03\x04"
 
 
 class Format(StrEnum):
-    """How the bytes are stored.
+    """The format of a checkpoint.
 
     Attributes:
         CKPTFS: A checkpoint of ckptfs.
@@ -215,11 +217,11 @@ class Opened:
 
     Attributes:
         uri: Where it is.
-        format: How its bytes are stored.
+        format: Its format.
         contents: Its leaves.
         storage: The storage that its files are in.
-        home: The directory that paths begin at.
-        found: Where its files are; None of one file.
+        home: The directory that paths are relative to.
+        found: Where its files are; None for a single file.
     """
 
     uri: Uri
@@ -231,7 +233,7 @@ class Opened:
 
 
 class _NoLeaves(SavedContents):
-    """A directory of files that hold no tensors we know how to read."""
+    """The contents of a directory of files without tensors in a known format."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source, Metadata(state_dict_metadata={}, storage_data={}))
@@ -245,23 +247,22 @@ def open_contents(
     verify: Verify = Verify.READ,
     follow_links: bool = True,
 ) -> Iterator[Opened]:
-    """Open a checkpoint, a part of one, a directory of files, one safetensors or torch.save file. Local,
-    read-only.
+    """Open a checkpoint, a part, a directory of files, or one safetensors or torch.save file.
 
-    A torch.save file is loaded with weights_only.
+    Local, read-only. A torch.save file is loaded with weights_only.
 
     Args:
-        uri: Where.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        uri: The place.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
         verify: Whether what is read is compared with its digests.
-        follow_links: Read what symbolic links that lead out of a checkpoint lead to.
+        follow_links: Follow symbolic links that lead out of the checkpoint.
 
     Yields:
         The open checkpoint, until the block is left.
 
     Raises:
-        IntegrityError: A torch.save file is none, or holds what would run code.
+        IntegrityError: The file is not a torch.save file, is damaged, or would run code.
         SymlinkError: A link leads out of the checkpoint, and ``follow_links`` is False.
         CkptfsError: Errors of finding it are those of ``ckptfs.load``.
     """
@@ -317,8 +318,8 @@ def _load(file: File) -> Any:
                 reader.read_into(0, memoryview(data))
                 check_archive(io.BytesIO(data))
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        # An archive is mapped: pages come as they are looked at, and go again when memory is short. What
-        # an old torch wrote is none: it is read as far as it says.
+        # An archive is mapped: pages are read on access and can be dropped when memory is short. Old
+        # versions of torch wrote no archive; such a file is read as a stream.
         mapped = magic == _ARCHIVE
         with open(path, "rb") as opened:
             check_archive(opened)
@@ -331,12 +332,12 @@ def _load(file: File) -> Any:
         ) from error
 
 
-# torch's own text goes on to say how to unpickle the file all the same.
+# torch's own text also says how to unpickle the file in spite of the danger.
 _GLOBAL = re.compile(r"Unsupported (?:global: GLOBAL|class) (\S+)")
 
 
 def _why_not(error: Exception) -> str:
-    """Why a file cannot be loaded with weights_only. Pure."""
+    """Return why a file cannot be loaded with weights_only. Pure."""
     refused = _GLOBAL.search(str(error))
     if refused is not None:
         return f"it holds an object of {refused[1]}, which weights_only does not load"

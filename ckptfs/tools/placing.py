@@ -1,9 +1,9 @@
-"""Which tensor lies in which bytes, by ``.metadata`` or safetensors headers; and whether that can be.
+"""Which bytes hold which tensor, by ``.metadata`` or safetensors headers; checks of these places.
 
-places_of(storage, found)          path -> (start, stop, key), for messages; {} where nobody tells
-look_into(storage, seen)           .metadata names this save, listed files, ranges inside them, and the
-                                   chunks of each tensor fill it
-look_at_stock(storage, seen)       the same of a plain DCP checkpoint: there are sizes, no digests
+places_of(storage, found)          path -> (start, stop, key), for messages; {} if it is not known
+look_into(storage, seen)           checks .metadata: it names this save, listed files and ranges inside
+                                   them, and the chunks of each tensor fill it
+look_at_stock(storage, seen)       the same for a plain DCP checkpoint, which has sizes but no digests
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST = 5
 
 
 def places_of(storage: Storage, found: Found) -> Places:
-    """Return where each leaf of ``found`` in ``storage`` is; empty where that cannot be known, for any reason."""
+    """Return the byte ranges of the leaves of ``found`` in ``storage``; empty if unknown."""
     manifest = found.manifest
     try:
         if manifest is not None and manifest.artifact is Kind.DIRECTORY:
@@ -49,10 +49,10 @@ def places_of(storage: Storage, found: Found) -> Places:
 
 
 def keys_in(places: Places, path: str, start: int, stop: int) -> tuple[str, ...]:
-    """Return the leaves that have any of these bytes of a file, in their order there. Pure.
+    """Return the leaves that use any of these bytes of a file, in their order in the file. Pure.
 
     Args:
-        places: Where each leaf is.
+        places: The byte ranges of the leaves.
         path: The file.
         start: The first byte.
         stop: The byte after the last one.
@@ -61,15 +61,20 @@ def keys_in(places: Places, path: str, start: int, stop: int) -> tuple[str, ...]
 
 
 def look_into(storage: Storage, seen: Looked) -> None:
-    """Add findings to ``seen``, read from ``storage``: a change of ``.metadata`` and the manifest together is
-    found by this.
+    """Check ``.metadata`` in ``storage`` and add findings to ``seen``.
+
+    This finds a change that was made to ``.metadata`` and to the manifest alike.
+
+    Args:
+        storage: The run's.
+        seen: The checkpoint.
     """
     found, manifest = seen.found, seen.manifest
     if found is None or manifest is None or manifest.artifact is Kind.DIRECTORY or manifest.parts:
         return
     path = f"{manifest.save_id}/{METADATA}"
     if path not in seen.sizes or any(finding.path == path for finding in seen.findings):
-        return  # another domain's; or what is wrong with it is told
+        return  # it belongs to another domain, or has a finding already
     uri = storage.uri(found.metadata)
     try:
         metadata = _decoded(storage, found)
@@ -87,7 +92,7 @@ def look_into(storage: Storage, seen: Looked) -> None:
 
 
 def look_at_stock(storage: Storage, seen: Looked) -> None:
-    """Add findings to ``seen``, read from ``storage``, and that there is nothing to compare data with."""
+    """Check a plain DCP checkpoint in ``storage`` by its sizes, and add findings to ``seen``."""
     found = seen.found
     if found is None:
         return
@@ -120,9 +125,9 @@ def look_at_stock(storage: Storage, seen: Looked) -> None:
 def _look_at_chunks(
     seen: Looked, metadata: Metadata, uri: Uri, path: str, *, is_whole: bool
 ) -> None:
-    """A finding for each tensor whose chunks overlap, or leave a part of it out: a load refuses it.
+    """Add a finding for each tensor with chunks that overlap or leave a gap: a load refuses it.
 
-    is_whole: all chunks are described here, and not some in the ``.metadata`` of another domain.
+    is_whole: whether all chunks are described here, and none in the ``.metadata`` of another domain.
     """
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):

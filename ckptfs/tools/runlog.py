@@ -1,20 +1,22 @@
-"""The log of a run as a person reads it: who saved, fenced and deleted what, when, from where.
+"""The log of a run for people: who saved, fenced and deleted what, when, and from where.
 
-    read_log(uri)   -> Line per entry: number, when, who, what, and why it is void where it is
+    read_log(uri)   -> Line per entry: number, when, who, what, and the reason if it is void
     RunWatcher(uri) -> RunEvent for each commit, failure, fence, release and delete, as it happens
 
-Of the whole log every entry is read by itself, so that one that is damaged, missing or of a newer version is a line
-like the others. An entry is void by those below it: a seal after an abort of the same save, an abort
-after its seal, a fence below the one that stands. What follows a damaged or missing entry is read
-here, and by nobody else. Read-only, no torch.
+``read_log`` reads each entry separately, so a damaged, missing or newer entry is a line like the others.
+Earlier entries can make an entry void: a seal after an abort of the same save, an abort after its seal,
+a fence with a generation that is not above the current one. Entries after a damaged or missing one are
+read only here; other readers stop there. Read-only, no torch.
 
-A watcher asks for the entry after the last one that it read, at least every ``WATCH_PACE.longest_s`` seconds:
+A watcher polls for the entry after the last one that it read, at least every ``WATCH_PACE.longest_s``
+seconds:
 
-    idle poll       one read; every few seconds one of the owner's lease, one of the domain's id
+    idle poll       one read; every few seconds also one of the owner's lease and one of the domain's id
     advisory log    one listing, because an entry may appear below one that was read already
 
-An event says what an entry changed: an abort after a seal, or a fence below the one that stands, is none. That
-an owner died is in no entry until the next one comes: its process or its lease tells.
+An event reports what an entry changed. A void entry changes nothing, so it causes no event. The death of
+an owner is not in the log before the next owner comes; the watcher learns it from the owner's process or
+lease.
 """
 
 from __future__ import annotations
@@ -99,10 +101,10 @@ class Condition(StrEnum):
 
     Attributes:
         VALID: It counts.
-        VOID: Entries before it say otherwise.
-        UNREAD: It is after an entry that cannot be read: no reader folds it.
+        VOID: Earlier entries rule it out.
+        UNREAD: It is after an entry that cannot be read, so no reader folds it.
         DAMAGED: It cannot be decoded.
-        MISSING: It is not there, and later ones are.
+        MISSING: It does not exist, but later ones do.
     """
 
     VALID = "valid"
@@ -112,7 +114,7 @@ class Condition(StrEnum):
     MISSING = "missing"
 
 
-_MOST_MISSING = 1000  # entries, that are told one by one
+_MOST_MISSING = 1000  # missing entries that are listed one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +123,14 @@ class Line:
 
     Attributes:
         number: Its number.
-        entry: Its kind; "damaged" and "missing" of what is none.
+        entry: Its kind; "damaged" or "missing" if there is no readable entry.
         condition: Whether it counts.
         stamp: Who wrote it, and when.
         what: What it says, in words.
-        why: Why it does not count, "" where it does.
-        save_id: The save that it is about; None of others.
-        name: The name of that save; None of others.
-        generation: The number of the owner that it is about; None of others.
+        why: Why it does not count; "" if it does.
+        save_id: The save that it is about; None if it is about no save.
+        name: The name of that save; None if it is about no save, or the name is not known.
+        generation: The number of the owner that it names; None if it names none.
     """
 
     number: int
@@ -147,8 +149,8 @@ def read_log(run_uri: Any, storage_options: Mapping[str, Any] | None = None) -> 
 
     Args:
         run_uri: The run.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Raises:
         NotFoundError: There is no log.
@@ -169,14 +171,16 @@ def read_log(run_uri: Any, storage_options: Mapping[str, Any] | None = None) -> 
 
 
 def lines_of(storage: Storage) -> list[Line]:
-    """Return the entries of the log in ``storage``, as ``read_log``; none where there is no entry."""
+    """Return the entries of the log in ``storage``, as ``read_log``; empty if there are none."""
     storage.refresh(LOG)
     return _lines(_read(storage, _end(storage)))
 
 
 def _end(storage: Storage) -> int:
-    """How many numbers there are to ask for; a listing is a hint, and later ones are asked for too. A number
-    that lies far behind all others is no entry's: a hundred million are not asked for because of it.
+    """Return how many entries to ask for, by a listing.
+
+    The listing is only a hint: ``_read`` asks for later entries too. A file with a number far above all
+    others is taken for a stray file, so that it does not cause millions of reads.
     """
     try:
         names = [entry.name for entry in storage.list(LOG) if not entry.is_dir]
@@ -184,7 +188,7 @@ def _end(storage: Storage) -> int:
         return 0
     numbered = [name for name in names if name[:1].isdigit()]
     if any("." in name for name in numbered):
-        return len(numbered)  # an advisory log: entries are counted through
+        return len(numbered)  # an advisory log: its entries are numbered by their order
     last = max((int(name) for name in numbered if name.isdigit()), default=-1)
     return min(last + 1, len(numbered) + _MOST_MISSING)
 
@@ -234,7 +238,7 @@ def _is_present(entry: Entry | Line) -> bool:
 
 
 def told(raw: Sequence[bytes | None]) -> list[Line]:
-    """Return the lines of a log's entries ``raw``, from number 0 on; None in it: that entry is missing."""
+    """Return the lines of a log's entries ``raw``, from number 0 on; None is a missing entry."""
     return _lines([_decoded(number, data) for number, data in enumerate(raw)])
 
 
@@ -264,7 +268,7 @@ def _decoded(number: int, data: bytes | None) -> Entry | Line:
     try:
         entry = decode_entry(data, log_key(number))
         if isinstance(entry.body, Snapshot):
-            # Of a snapshot its size alone is shown: all of them would fill the memory.
+            # Only the size of a snapshot is shown, and only that is kept: whole snapshots fill memory.
             saves = entry.body.state.get("saves", ())
             count = len(saves) if isinstance(saves, Sized) else 0
             return replace(entry, body=Snapshot({"saves": range(count)}))
@@ -275,7 +279,7 @@ def _decoded(number: int, data: bytes | None) -> Entry | Line:
 
 
 def _names(entries: Sequence[Entry | Line]) -> dict[str, str]:
-    """The names of saves, also for entries before their seal."""
+    """Return the names of saves by id, so that entries before the seal can be named too."""
     names: dict[str, str] = {}
     for body in (entry.body for entry in entries if isinstance(entry, Entry)):
         if isinstance(body, Seal):
@@ -357,7 +361,7 @@ def _named(save_id: str, names: Mapping[str, str]) -> str:
 
 
 def _why_void(body: Body, state: LogState) -> str:
-    """Why the entry changes nothing, "" where it does."""
+    """Return why the entry changes nothing; "" if it changes something."""
     match body:
         case Fence(generation=generation) if generation <= state.generation:
             return f"generation {state.generation.number} has the run already"
@@ -400,11 +404,11 @@ class EventKind(StrEnum):
     """What happened to a run.
 
     Attributes:
-        COMMIT: A checkpoint is there.
+        COMMIT: A checkpoint was committed.
         FAILURE: A save was aborted, or the owner died.
-        FENCE: A new owner.
+        FENCE: A new owner took the run.
         RELEASE: The owner left.
-        DELETE: A checkpoint is deleted; its bytes follow.
+        DELETE: A checkpoint was deleted; its bytes are removed after that.
     """
 
     COMMIT = "commit"
@@ -419,16 +423,17 @@ class RunEvent:
     """One thing that happened to a run.
 
     Attributes:
-        number: Of the log's entry; None where no entry says it, as of an owner that died.
+        number: The number of the log's entry; None if no entry says it, as when an owner died.
         event: What happened.
         stamp: Who wrote the entry, and when.
-        what: The same in words.
-        save_id: The id of the save; None of owners.
-        uri: The checkpoint; None of owners, and of a save that was aborted before its name was known.
-        name: Its name; None where ``uri`` is.
-        step: Its completed optimizer steps; None where ``uri`` is, and where there is no number.
-        kind: What it is; None where ``uri`` is.
-        generation: The number of the owner; None where it is not known.
+        what: What happened, in words.
+        save_id: The id of the save; None for events of owners.
+        uri: The checkpoint; None for events of owners, and for a save that was aborted before its name
+            was known.
+        name: Its name; None if ``uri`` is None.
+        step: Its completed optimizer steps; None if they are not known.
+        kind: Checkpoint, weights or directory; None if the save is not sealed.
+        generation: The number of the owner; None if it is not known.
     """
 
     number: int | None
@@ -445,7 +450,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """An entry that was not there before, and the log without and with it."""
+    """A new entry, and the state of the log before and after it."""
 
     number: int
     entry: Entry
@@ -454,23 +459,26 @@ class _Change:
 
 
 class RunWatcher:
-    """What happens to a run, from now on. One thread iterates; any thread may ``stop`` it.
+    """An iterator over what happens to a run from now on. Any thread may ``stop`` it.
 
-    Local and read-only: read permission is enough, and nothing is appended. The run need not exist yet. On
-    node-local disks this node's log answers, and a save over several domains is reported once this log
-    records that it was committed. While iterating, a damaged entry of the log is a ManifestError: what comes
-    after it is read by no reader. Where the storage fails for longer than a moment, that is a StorageError.
+    Local and read-only: read permission is enough, and nothing is appended. One thread iterates. The run
+    need not exist yet. On node-local disks the watcher reads this node's log, and reports a save over
+    several domains once this log records that it was committed. Iterating raises ManifestError at a
+    damaged entry of the log, because no reader reads what comes after it, and StorageError if the storage
+    fails for longer than a moment.
 
     Args:
         run_uri: The run.
-        from_entry: Begin with this entry of the log. None: with what comes after the first look.
-        until_end: End once an owner left or died. A run that is free is waited for.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        from_entry: Begin with this entry of the log. None: begin after those that exist at
+            the first poll.
+        until_end: End once an owner left or died. If the run is free, wait for an owner first.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
         pace: The pauses between polls.
-        storage: At the run, for tests; it is closed too. None: opened here.
-        wait: Waits so many seconds and returns whether to stop; for tests. None: until ``stop``.
-        clock: Seconds that only increase; for tests.
+        storage: The storage of the run, for tests; ``close`` closes it. None: the watcher opens it.
+        wait: Waits that many seconds and returns whether to stop; for tests. None: waits, but not longer
+            than until ``stop``.
+        clock: Returns seconds that only increase; for tests.
 
     Attributes:
         root: The run's URI.
@@ -503,7 +511,7 @@ class RunWatcher:
         while not self._stopped.is_set():
             events: list[RunEvent] = []
             try:
-                events.extend(self._poll(idle))  # what was read before an error is kept
+                events.extend(self._poll(idle))  # events read before an error are kept
                 trouble = False
             except (AnswerLostError, CommitInDoubtError, StaleError, TransientError) as error:
                 if not trouble:
@@ -528,7 +536,7 @@ class RunWatcher:
             return
         if self._dead == state.generation:
             return
-        # An owner appends that it leaves before its process ends: that may have come since.
+        # An owner appends a release before its process ends: it may have arrived since the poll.
         yield from self._new_events(idle)
         if self._tail.state.generation == state.generation and not self._tail.state.released:
             self._dead, fence = state.generation, state.fence
@@ -543,7 +551,7 @@ class RunWatcher:
                 yield event if event.name or not event.save_id else self._named(event)
 
     def _named(self, event: RunEvent) -> RunEvent:
-        """The event with the name that the save's own record has, as long as that lies there."""
+        """Return the event with the name from the save's own record, if the record still exists."""
         try:
             record = read_record(event.save_id or "", self._storage.capabilities)
             name = drive(record, self._storage).name
@@ -552,11 +560,11 @@ class RunWatcher:
         return replace(event, name=name, uri=self.root / name) if name else event
 
     def stop(self) -> None:
-        """End the iteration. Any thread, a signal handler too."""
+        """End the iteration. May be called from any thread and from a signal handler."""
         self._stopped.set()
 
     def close(self) -> None:
-        """Stop, and release the storage. Harmless twice."""
+        """Stop, and release the storage. May be called twice."""
         self.stop()
         self._storage.close()
 
@@ -579,7 +587,7 @@ def _ends(event: RunEvent) -> bool:
 
 
 def _event_of(change: _Change, domain: str, root: Uri) -> RunEvent | None:
-    """What an entry of a domain's log changed, None where that is no event. Pure."""
+    """Return the event for what an entry of a domain's log changed; None if there is none. Pure."""
     number, stamp, body = change.number, change.entry.stamp, change.entry.body
     after, generation = change.after, change.after.generation.number
     match body:
@@ -605,7 +613,7 @@ _OUTCOMES = {
 def _save_event(
     change: _Change, body: Seal | Decided | Abort | Delete, domain: str, root: Uri
 ) -> RunEvent | None:
-    # A save over several domains is in doubt by one log alone, until that records what it came to.
+    # By one log alone, a save over several domains is in doubt until that log records the outcome.
     before, now = (
         standing(body.save_id, {domain: state}) for state in (change.before, change.after)
     )
@@ -635,9 +643,9 @@ def _save_event(
 
 
 class _Tail:
-    """The entries of a log that were not there at the poll before."""
+    """The new entries of a log since the poll before."""
 
-    _ROUND_EVERY = 8  # idle polls: whether this is still the run that was watched
+    _ROUND_EVERY = 8  # idle polls between checks that this is still the same run
 
     def __init__(self, storage: Storage, from_entry: int | None) -> None:
         self.state = LogState()
@@ -650,15 +658,15 @@ class _Tail:
 
     @property
     def domain(self) -> str:
-        """The id of the domain whose log this is; "" before there is one."""
+        """The id of the domain of this log; "" before there is one."""
         return self._domain or ""
 
     def poll(self, idle: int) -> list[_Change]:
-        """Read on. Errors of the moment: poll again, nothing was lost."""
+        """Return the changes by new entries. After a temporary error, a new poll loses nothing."""
         if self._domain is None or (idle and idle % self._ROUND_EVERY == 0):
             domain = drive(read_domain(), self._storage)
             if domain != self._domain:
-                # Somebody may have removed the run and begun it anew: all of that is new.
+                # The run may have been removed and begun again: all its entries are new then.
                 first = self._first if self._domain is None else 0
                 self._domain, self._kind, self.state = domain, LogKind.NONE, LogState()
                 self._first, self._entries = first, {}
@@ -667,7 +675,7 @@ class _Tail:
         is_begun, self._is_begun = self._is_begun, True
         if self._kind is LogKind.NONE:
             if self._first is None:
-                self._first = 0  # the run is not there yet: all that comes is new
+                self._first = 0  # the run does not exist yet: all entries will be new
             return []
         if self._kind is LogKind.ADVISORY:
             changes = self._read_names()
@@ -721,12 +729,12 @@ class _Tail:
 
 
 def _shortened(entry: Entry) -> Entry:
-    """Of a snapshot its place alone counts here: all of them would fill the memory."""
+    """Return an entry; a snapshot without its content, because that would fill the memory."""
     return replace(entry, body=Snapshot()) if isinstance(entry.body, Snapshot) else entry
 
 
 class _OwnerCheck:
-    """Whether the owner of a run died: by its process on this machine, else by its lease."""
+    """Checks whether the owner of a run died: by its process on this machine, else by its lease."""
 
     def __init__(
         self,
@@ -742,7 +750,7 @@ class _OwnerCheck:
         self._is_dead = False
 
     def has_died(self, state: LogState) -> bool:
-        """Whether the owner died, as far as anybody can tell. state: the log as it was read last."""
+        """Whether the owner died, as far as can be known. state: the log as it was read last."""
         if state.generation == GENESIS or state.released:
             return False
         now_s = self._clock()
@@ -761,7 +769,7 @@ class _OwnerCheck:
         try:
             lease = read_limited(self._storage, LEASE)
         except (AccessError, NotFoundError):
-            return  # nobody can tell
+            return  # it cannot be known
         if lease != self._lease:
             self._lease, self._moved_s, self._is_dead = lease, now_s, False
         elif now_s - self._moved_s >= self._times.still_s:

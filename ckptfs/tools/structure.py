@@ -1,16 +1,19 @@
-"""Whether one checkpoint has the form that its manifest and its seal say. No data is read; no torch,
-unless ``.metadata`` has to be looked into.
+"""Check that one checkpoint has the form that its manifest and its seal describe. Reads no data.
 
-    manifest      the sealed one, by its digest              log -> manifest
-                  it says what the log says, and lists what a checkpoint cannot be without
-    files         every listed one is there, with its size   manifest -> files
-    sidecars      they are those that were committed, decode, and are of their files
-    .metadata     its digest, or what it says: this save, listed files, ranges inside them (``placing``)
-    projection    what stock readers see is what was committed
+    manifest      it is the sealed one, by its digest             log -> manifest
+                  it agrees with the log, and lists the files that a checkpoint cannot be without
+    files         every listed file exists and has its size       manifest -> files
+    sidecars      they are the committed ones, can be decoded, and belong to their files
+    .metadata     it has its digest; ``placing`` checks its content: this save, listed files, ranges
+                  inside them
+    projection    stock readers see what was committed
 
-The rest is looked at too after a damage was found. A digest binds a manifest to its seal, not the seal to
-its manifest; and a copy without its log has only the manifest: one that lists nothing would be as clean as
-nothing can be. So ``contradictions`` and ``lacks`` compare the two.
+The checks continue after a damage was found. A digest binds a manifest to its seal, but not the seal to
+its manifest. A copy without its log has only the manifest, and a manifest that lists no files would pass
+all checks of files. So ``contradictions`` compares seal and manifest, and ``lacks`` looks for files that
+must be listed.
+
+No torch is needed here, only in ``placing``.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ __all__ = ["contradictions", "lacks", "look_at"]
 
 
 def contradictions(seal: Seal, manifest: Manifest) -> list[str]:
-    """Return what the log says otherwise than the manifest.
+    """Return texts that say where the log and the manifest disagree.
 
-    A part takes over what its whole says, so that of it only what it has itself is compared.
+    The seal of a part takes the other fields from its whole, so only the part's own fields are compared.
 
     Args:
         seal: The entry of the log.
@@ -74,8 +77,8 @@ def contradictions(seal: Seal, manifest: Manifest) -> list[str]:
 
 
 def lacks(manifest: Manifest) -> str:
-    """The file that a training state or weights cannot be without, and that ``manifest`` lacks; "" where there
-    is none.
+    """Return the path of the ``.metadata`` that ``manifest`` ought to list and does not; else "".
+    Training states and weights need one.
     """
     if manifest.parts or manifest.artifact is Kind.DIRECTORY:
         return ""
@@ -116,15 +119,15 @@ def look_at(storage: Storage, target: Target, views: Views, domain: str, *, at_o
         storage: The run's.
         target: What is to be checked.
         views: The logs that were reached.
-        domain: The id of the one that is seen from here, "" for none.
-        at_once: How many requests at once.
+        domain: The id of the domain that is seen from here; "" for none.
+        at_once: How many requests run at the same time.
 
     Returns:
         What was seen.
 
     Raises:
-        NotFoundError: There is none.
-        StorageError: The storage failed in a way that says nothing of the checkpoint.
+        NotFoundError: The checkpoint does not exist.
+        StorageError: The storage failed in a way that says nothing about the checkpoint.
     """
     result = Looked(target)
     if target.seal is not None and domain not in target.seal.domains:
@@ -148,7 +151,7 @@ def look_at(storage: Storage, target: Target, views: Views, domain: str, *, at_o
 
 
 def _open(storage: Storage, target: Target, views: Views, result: Looked) -> Found | None:
-    """Where it lies; by the projected manifest where the sealed one is damaged."""
+    """Find the files of the target; by the projected manifest if the sealed one is damaged."""
     if target.seal is None:
         return _open_unlogged(storage, target, views, result)
     seal = target.seal
@@ -165,7 +168,7 @@ def _open(storage: Storage, target: Target, views: Views, result: Looked) -> Fou
         return None
     if digest_of(raw) != seal.digest:
         return None
-    # The copy that people see is the sealed one: the rest can be looked at by it.
+    # The projected copy is whole, so the rest can be checked by it.
     result.findings[-1] = Finding(
         Damage.MANIFEST,
         storage.uri(key),
@@ -203,7 +206,7 @@ def _open_unlogged(storage: Storage, target: Target, views: Views, result: Looke
 
 
 def _look_at_manifest(storage: Storage, result: Looked, manifest: Manifest) -> None:
-    """Against the log, and whether it lists anything: what is not listed is not looked at."""
+    """Compare the manifest with the log, and check that it lists files: only these are checked."""
     seal, name = result.target.seal, result.target.name
     for what in contradictions(seal, manifest) if seal is not None else ():
         result.add(Damage.LOG, storage.uri(LOG), f"its entry of {name} was changed: {what}", _ENTRY)
@@ -221,12 +224,12 @@ def _look_at_manifest(storage: Storage, result: Looked, manifest: Manifest) -> N
 def _expected(
     storage: Storage, result: Looked, manifest: Manifest, domain: str, at_once: int
 ) -> tuple[FileRecord, ...]:
-    """The files that must be seen from here; what lies on other nodes' disks is told."""
+    """Return the files that must be seen from here. Note files on other nodes as unchecked."""
     ids = [d.id for d in manifest.domains]
     if domain in ids and result.target.seal is not None:
         away = [d for d in manifest.domains if d.id != domain]
     elif len(ids) > 1:
-        # Copied here: a domain of which nothing at all is here was not copied.
+        # A copy: a domain without any file here was not copied.
         here = {
             f.domain
             for f, stat in _stats(storage, result, manifest.files, at_once)
@@ -243,7 +246,7 @@ def _expected(
         )
     gone = {lost.id for lost in away}
     files = [f for f in manifest.files if f.domain not in gone]
-    # Domains have a `.metadata` each under one path: only one of them is here.
+    # Each domain has a `.metadata` of its own under the same path: only one of them is here.
     return tuple({f.path: f for f in files}.values())
 
 
@@ -299,7 +302,7 @@ def _look_at_sidecars(storage: Storage, result: Looked, at_once: int) -> None:
         except StorageError as error:
             return _of_the_disk(error), _SIDECAR_BACK
         if sidecar.digest not in (None, digest_of(raw)):
-            # Replaced together with its file perhaps: then that is another one's too.
+            # It may have been replaced together with its data file, which is wrong too then.
             return "it is not the one that was committed", _BRING_BACK
         end = max((item.offset + item.length for item in digests.items), default=0)
         if end > data.size_bytes:
@@ -318,7 +321,7 @@ def _look_at_sidecars(storage: Storage, result: Looked, at_once: int) -> None:
 
 
 def _look_at_small(storage: Storage, result: Looked, manifest: Manifest) -> None:
-    """``.metadata``, which has a digest of its own. Whatever else has one may be large: it is data."""
+    """Compare ``.metadata`` with its digest. Other files that have one count as data."""
     known, path = _digests_of(manifest, METADATA), f"{manifest.save_id}/{METADATA}"
     record = next((f for f in result.files if f.path == path), None)
     if record is None or result.sizes.get(path) != record.size_bytes or not known:
@@ -337,7 +340,7 @@ def _look_at_small(storage: Storage, result: Looked, manifest: Manifest) -> None
 
 
 def _look_at_projection(storage: Storage, result: Looked, manifest: Manifest, views: Views) -> None:
-    """What a person and stock readers see of a save that the log knows."""
+    """Check what people and stock readers see of a checkpoint."""
     home = "" if result.found is None else result.found.home
     seal, wanted = result.target.seal, {METADATA: _digests_of(manifest, METADATA)}
     if seal is not None and home != result.target.name:
@@ -347,7 +350,7 @@ def _look_at_projection(storage: Storage, result: Looked, manifest: Manifest, vi
         )
         return
     if seal is not None:
-        wanted[MANIFEST] = {seal.digest}  # of a copy it was compared when it was opened
+        wanted[MANIFEST] = {seal.digest}  # the manifest of a copy was compared when it was opened
     keys = AttemptKeys(storage.capabilities.shape, result.target.name, manifest.save_id)
     note = (
         "it is committed and its projection is not complete: stock readers see what it replaces; the "
@@ -355,7 +358,7 @@ def _look_at_projection(storage: Storage, result: Looked, manifest: Manifest, vi
     )
     for name, digests in wanted.items():
         if not digests:
-            continue  # files, and wholes of parts, have no `.metadata`
+            continue  # directories of files and checkpoints of parts have no `.metadata`
         key = f"{result.target.name}/{name}"
         why = _difference(storage, key, digests)
         if why and seal is not None and _is_on_its_way(storage, keys, name, digests):
@@ -376,7 +379,7 @@ def _look_at_projection(storage: Storage, result: Looked, manifest: Manifest, vi
 
 
 def _is_foreign(storage: Storage, name: str, views: Views) -> bool:
-    """Whether another program's ``.metadata`` stands there."""
+    """Whether the ``.metadata`` there is another program's."""
     try:
         data = storage.read(f"{name}/{METADATA}")
     except NotFoundError:
@@ -385,7 +388,7 @@ def _is_foreign(storage: Storage, name: str, views: Views) -> bool:
 
 
 def _difference(storage: Storage, key: str, digests: set[str]) -> str:
-    """What is wrong with one small file; empty where it is what was committed."""
+    """Return what is wrong with one small file; "" if it is what was committed."""
     try:
         return (
             ""
@@ -397,10 +400,10 @@ def _difference(storage: Storage, key: str, digests: set[str]) -> str:
 
 
 def _is_on_its_way(storage: Storage, keys: AttemptKeys, piece: str, digests: set[str]) -> bool:
-    """Whether this piece waits in what is left of its attempt: its writer is at it, or died there.
+    """Whether this file still waits in its attempt to be projected: its writer is at work, or died.
 
-    An attempt that is there without it proves nothing: its directory may have stayed behind a projection
-    that was done. On an object store the pieces are copies, and the attempt's record tells.
+    An attempt without the file proves nothing: its directory may have stayed after a finished projection.
+    On an object store projected files are copies, so the record of the attempt decides.
     """
     if storage.capabilities.shape is Shape.FILESYSTEM:
         return not _difference(storage, f"{keys.attempt}/{piece}", digests)
@@ -412,7 +415,7 @@ def _is_on_its_way(storage: Storage, keys: AttemptKeys, piece: str, digests: set
 
 
 def _digests_of(manifest: Manifest, name: str) -> set[str]:
-    """Of one of our small files; each domain may have its own."""
+    """Return the digests of one of our small files; each domain may have a file of its own."""
     path = f"{manifest.save_id}/{name}"
     return {f.digest for f in manifest.files if f.path == path and f.digest}
 
@@ -425,7 +428,7 @@ def _key(result: Looked, record: FileRecord) -> str:
 
 
 def _of_the_disk(error: StorageError) -> str:
-    """What the storage said of these bytes; anything else is raised."""
+    """Return the message of an error about these bytes; raise any other error."""
     if isinstance(error, NotFoundError) or type(error) is StorageError:
         return error.message
     raise error

@@ -1,18 +1,19 @@
-"""Whether checkpoints are whole: ``verify`` looks at their form, and with ``deep`` at every byte.
+"""Verify that checkpoints are whole: their form, and with ``deep`` every byte.
 
     verify(["s3://bucket/run"], deep=True, jobs=8, resume="verified.json")      -> Verified
 
     a run           its log, every live save, every directory in it that looks like a checkpoint
-    a checkpoint    it, and what its run's log says of it; of one in parts every part
+    a checkpoint    the checkpoint, and what its run's log says of it; every part if it has parts
     a part          run/step_100/actor
 
     with aimed_at(uri, options) as aim:
         aim.targets     every checkpoint to look at, with what the log says of it
         aim.findings    what is wrong with the log itself
 
-Read-only, local: needs read permission alone, and no torch while nothing is damaged and all of it is
-ours. What is not seen from here (disks of other nodes), and what has nothing to be compared with
-(stock checkpoints), is reported: it is never clean.
+Read-only and local: it needs only read permission. If torch is installed, it is used for stock
+checkpoints, with ``deep`` for the content of ``.metadata``, and to name the tensors of damaged bytes.
+Files that cannot be seen from here (disks of other nodes) or have nothing to be compared with (stock
+checkpoints) are reported, and never count as clean.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ __all__ = ["JOBS", "Aim", "Doubt", "aimed_at", "is_live", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A save of which it is not known from here whether it was committed.
+    """A save that is in doubt: it is not known from here whether it was committed.
 
     Attributes:
         uri: Where it would be.
@@ -77,13 +78,13 @@ class Aim:
     """What is to be verified at one URI.
 
     Attributes:
-        storage: Of the run, open until the block is left.
+        storage: The storage of the run, open until the block is left.
         views: Its log, by domain.
-        domain: The id of the domain that is seen from here, "" for none.
+        domain: The id of the domain that is seen from here; "" for none.
         targets: The checkpoints and parts.
         doubts: Saves that may be committed.
         findings: Damage of the run.
-        notes: What else was noticed.
+        notes: Other observations.
     """
 
     storage: Storage
@@ -106,12 +107,12 @@ def aimed_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iter
 
     Args:
         uri: A run, a checkpoint, or a part of one.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
 
     Raises:
-        NotFoundError: There is nothing.
-        IncompleteCheckpointError: Whether the checkpoint was committed is in doubt.
+        NotFoundError: There is nothing to verify.
+        IncompleteCheckpointError: It is in doubt whether the checkpoint was committed.
         StorageError: The storage failed.
     """
     target = Uri.parse(uri)
@@ -132,7 +133,7 @@ def aimed_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iter
         try:
             one = _one(at, target)
         except AccessError as error:
-            refused = error  # above a run nothing need be permitted
+            refused = error  # the directory above a run may be forbidden
             one = run
         if one.is_nothing:
             one = _of_run(here, run)
@@ -142,8 +143,13 @@ def aimed_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iter
 
 
 def is_live(aim: Aim, seal: Seal) -> bool:
-    """Whether the log of ``aim``, read again, still has the save ``seal``: what is deleted under us is not
-    damaged.
+    """Whether the log of ``aim``, read again, still has the save ``seal``.
+
+    A checkpoint that is deleted while it is being verified is not damaged.
+
+    Args:
+        aim: The target of the verification.
+        seal: The save, or a part of one.
     """
     views = _sight(aim.storage).views
     known = {live.save_id for live in list_live(views)}
@@ -163,7 +169,7 @@ def _found(aim: Aim, target: Uri) -> Aim:
 
 
 def _sight(storage: Storage) -> Aim:
-    """The log, and what is wrong with it; no targets yet."""
+    """Read the log and what is wrong with it; the result has no targets yet."""
     try:
         sight = drive(look(), storage)
     except ManifestError as error:
@@ -178,8 +184,9 @@ def _sight(storage: Storage) -> Aim:
 
 
 def _whole_log(run: Aim) -> Aim:
-    """With what is wrong below a snapshot too: those who read on from there do not meet it, and whoever
-    has none does.
+    """Return the run with findings for damaged or missing entries, also below a snapshot.
+
+    Readers that start from a snapshot never meet these entries, but readers without one do.
     """
     if run.findings or not run.domain:
         return run
@@ -225,12 +232,12 @@ def _of_run(storage: Storage, run: Aim) -> Aim:
 
 
 def _one(at: Callable[[Uri], Storage], target: Uri) -> Aim:
-    """One checkpoint or part: of a log that knows it, else as it lies there."""
+    """Return the aim for one checkpoint or part, by its log or, without one, by its own files."""
     parent = at(target.parent)
     run, name = _whole_log(_sight(parent)), target.name
     seal = live_of(name, run.views, target) if name else None
     if seal is None and not run.domain:
-        # What lies above a copied checkpoint need not be permitted to be read, nor be a run.
+        # The directory above a copied checkpoint may be forbidden, or not a run.
         with contextlib.suppress(StorageError, ManifestError, UriError):
             part = _of_part(at(target.parent.parent), target)
             if not part.is_nothing:
@@ -261,14 +268,14 @@ def _part(uri: Uri, whole: Seal, ref: PartRef) -> Target:
 
 
 def _copied(storage: Storage, name: str, uri: Uri) -> list[Target]:
-    """A directory that no log knows: one target, or a whole and its parts; none if it is neither."""
+    """Return targets for a directory outside the log: a checkpoint and its parts, or none."""
     storage.refresh(name)
     try:
         manifest = decode_manifest(read_limited(storage, f"{name}/{MANIFEST}"), uri)
     except (NotFoundError, NotADirectoryError):
         return [Target(uri, name)] if _is_there(storage, f"{name}/{METADATA}") else []
     except ManifestError:
-        return [Target(uri, name)]  # whoever looks at it says what is wrong
+        return [Target(uri, name)]  # the check of it reports what is wrong
     parts = [
         Target(uri / ref.name, part_name(name, ref.name), None, ref.digest)
         for ref in manifest.parts
@@ -308,16 +315,16 @@ def verify(
     resume: str | os.PathLike[str] | None = None,
     meter: Meter = SILENT,
 ) -> Verified:
-    """Verify runs, checkpoints, parts. Local, read-only.
+    """Verify runs, checkpoints or parts. Local, read-only.
 
     Args:
         uris: What to verify.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
         deep: Read every byte that has a digest, and compare it.
-        jobs: Files, or pieces of them, at once.
-        resume: A file that remembers what was compared, also after a kill; a later call with it skips that.
-            None: no such file.
+        jobs: How many files, or segments of files, are read at the same time.
+        resume: A file that records what was compared, also across a kill. A later call with the same file
+            skips that. None: no such file.
         meter: Counts the bytes that are read.
 
     Returns:
@@ -325,8 +332,8 @@ def verify(
 
     Raises:
         NotFoundError: There is nothing to verify.
-        StateError: ``resume`` is no such file, or ``jobs`` is below 1.
-        StorageError: The storage failed in a way that says nothing of a checkpoint: no permission, no
+        StateError: ``resume`` is not such a file or cannot be written, or ``jobs`` is below 1.
+        StorageError: The storage failed in a way that says nothing about a checkpoint: no permission, no
             network.
     """
     if jobs < 1:
@@ -353,7 +360,7 @@ def verify(
 
 @dataclass(slots=True)
 class _Pass:
-    """All that one URI names. compared: by key, of files that several saves share."""
+    """The verification of one URI. compared: results by key, because saves can share files."""
 
     aim: Aim
     jobs: int
@@ -363,7 +370,7 @@ class _Pass:
     compared: dict[str, Compared] = field(default_factory=dict)
 
     def look(self) -> Iterator[Looked]:
-        """The form of every target that is there."""
+        """Check the form of every target that was not deleted since."""
         aim = self.aim
         for target in aim.targets:
             try:
@@ -380,9 +387,9 @@ class _Pass:
             yield result
 
     def deep_files(self, result: Looked) -> list[DeepFile]:
-        """The files that can be compared, and have the right size or are shorter."""
+        """Return the files to compare: they have digests, and all their bytes or some of them."""
         manifest, home = result.manifest, result.found.home if result.found else ""
-        # Small, and compared when its form was looked at.
+        # These are small and were compared when the form was checked.
         done = {f"{_save_id(result)}/{METADATA}", *(f.digests for f in result.files)}
         files = []
         for record in result.files if manifest is not None else ():
@@ -401,7 +408,7 @@ class _Pass:
         return files
 
     def compare(self, result: Looked) -> tuple[Compared, ...]:
-        """Every byte of one checkpoint; findings are added to it."""
+        """Compare every byte of one checkpoint, and add findings to ``result``."""
         if result.manifest is not None and _has_torch():
             from ckptfs.tools.placing import look_into
 
@@ -444,11 +451,11 @@ class _Pass:
         bare = [
             f for f in result.files if f.path in result.sizes and not _is_told(f, told, sidecars)
         ]
-        # Of a sidecar that is damaged or missing there is a finding already.
+        # A damaged or missing sidecar has a finding already.
         own = [
             f for f in bare if f.path.startswith(f"{_save_id(result)}/") and f.digests not in told
         ]
-        # An empty sidecar is none: readers refuse the file.
+        # An empty sidecar counts as missing: readers refuse the file.
         own += [
             record
             for record in result.files
@@ -476,7 +483,7 @@ class _Pass:
         look_at_stock(self.aim.storage, result)
 
     def _name_tensors(self, result: Looked) -> None:
-        """Which tensors lie in what is damaged; needs torch, so only where something is."""
+        """Add tensor keys to findings of damaged bytes. Imports torch only if there are any."""
         by_data = {f.digests: f.path for f in result.files if f.digests is not None}
         paths = {f.path for f in result.files if f.digests is not None or f.digest is not None}
         hurt = [
@@ -514,7 +521,7 @@ def _step(result: Looked) -> int | None:
         return result.target.seal.step
     if result.manifest is not None:
         return result.manifest.step
-    return None if result.found is None else step_in(result.target.name)  # of stock torch
+    return None if result.found is None else step_in(result.target.name)  # a stock checkpoint
 
 
 def _has_torch() -> bool:
@@ -544,7 +551,10 @@ def _checked(result: Looked, compared: Sequence[Compared] | None) -> Checked:
 
 
 def _uncompared_bytes(result: Looked, compared: Sequence[Compared]) -> int:
-    """Of data files; ``.metadata`` and sidecars are compared as wholes when their form is looked at."""
+    """Return the uncompared bytes of data files, not of ``.metadata`` and sidecars.
+
+    These two are compared as wholes when the form is checked.
+    """
     small = {f.digests for f in result.files} | {f"{_save_id(result)}/{METADATA}", METADATA}
     data = sum(size for path, size in result.sizes.items() if path not in small)
     return max(0, data - sum(one.compared_bytes for one in compared))

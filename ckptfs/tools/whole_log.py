@@ -1,8 +1,8 @@
-"""Whether a run log can be acted upon: whole, and of a version that is known here. No torch.
+"""Whether a run log can be acted upon: it has no gap, and this version understands it. No torch.
 
-What lies behind a gap is read by nobody, and an append there takes the number of the entry that is
-missing, which can then never be restored. What a newer version meant by an entry (a hold, a reference)
-is not known. So nothing is deleted, pinned or called dead by such a log.
+No reader reads entries behind a gap. An append there would take the number of the missing entry, which
+could then never be restored. If a newer version wrote an entry (a hold, a reference), its meaning is
+unknown here. So nothing is deleted, pinned or called dead by such a log.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def refuse_newer(look: Look) -> None:
 
 
 def refuse_lost_domain(look: Look) -> None:
-    """Check that the log in ``look`` is one that readers find.
+    """Check that readers find the log in ``look``.
 
     Raises:
-        ManifestError: There is a log that no reader finds: the id of its domain is gone.
+        ManifestError: There is a log that no reader finds, because the id of its domain is gone.
     """
     if not look.views and listed(look.storage, LOG):
         raise ManifestError(

@@ -1,21 +1,21 @@
-"""The doctor: what a storage does, tried from where the job runs, before it matters.
+"""The doctor: test what a storage does, from where the job runs, before a job depends on it.
 
     report = examine("s3://bucket/run", settings=Settings(expect=Expect.SHARED))
     report.verdict                      OK, WARN or FAIL
     for finding in report.findings: ... finding.name  .verdict  .seen  .meaning  .advice
 
     report     findings, and how they are written
-    session    the scratch directory .ckptfs-doctor-<id>/ below the run, and how a check is made: all that is
-               written is in that directory, and is removed again
+    session    the scratch directory .ckptfs-doctor-<id>/ below the run, and how a check is made. The
+               doctor writes only in that directory, and removes it again
     access  commit  sharing  mount  bucket  speed      the checks, by theme
-    CHECKS     the order of them; every rank gets the same report
+    CHECKS     their order; every rank gets the same report
 
-Alone or under a launcher: where torchrun's environment says so, every rank takes part and no process
-group is needed. A run's own log is never written.
+The doctor runs in one process, or under a launcher: if torchrun's environment says so, every rank takes
+part, and no process group is needed. The log of a run is never written.
 
-A place that cannot be reached, or permits neither reading nor writing, is a typed error. Where nothing can be
-written, the rest is looked at only. A rank that fails, or meets Ctrl-C, ends the step on all of them; each removes
-what it made.
+If a place cannot be reached, or permits neither reading nor writing, a typed error is raised. If nothing
+can be written, the doctor makes the checks that only read. If a rank fails or gets Ctrl-C, the step ends
+on all ranks, and each removes what it made.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_RETRY_S = 10.0  # of one request: a person who asks whether a store answers does not wait a minute
+_RETRY_S = 10.0  # for one request: a user who asks whether a store answers should not wait a minute
 _NOT_TESTED = (
     ("atomic-replace", Theme.COMMIT),
     ("domains", Theme.SHARING),
@@ -73,7 +73,7 @@ _NOT_TESTED = (
 
 @check()
 def not_tested(session: Session) -> Findings:
-    """The names of what is not known where nothing can be written."""
+    """Report the checks that were not made because nothing could be written."""
     if session.is_writable:
         return ()
     why = "not tested: nothing could be written"
@@ -117,15 +117,16 @@ def examine(
     storage_options: Mapping[str, Any] | None = None,
     settings: Settings | None = None,
 ) -> Report:
-    """Examine a storage. Collective where torchrun's environment, or a process group, says so; else alone.
+    """Examine a storage.
 
-    In any case, and after Ctrl-C, the doctor's directory is removed; after SIGKILL it stays, and a later
-    visit removes it once it is a day old.
+    Collective if there is torchrun's environment or a process group; else this process works alone. The
+    doctor's directory is always removed, also after Ctrl-C. After SIGKILL it stays, and a later
+    examination removes it once it is a day old.
 
     Args:
-        uri: The run, or what is to become one.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        uri: The run, or the place for a new one.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
         settings: What to measure; None: the defaults.
 
     Returns:
@@ -151,13 +152,13 @@ def examine_with(
     *,
     opener: Opener = open_storage,
 ) -> Report:
-    """As ``examine``, over a control plane that is open.
+    """Examine a storage as ``examine`` does, over an open control plane.
 
     Args:
         control: The ranks that take part.
-        uri: The run, or what is to become one.
-        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
-            has.
+        uri: The run, or the place for a new one.
+        storage_options: Options for fsspec's filesystem of that protocol; None: only those that the
+            URI carries.
         settings: What to measure; None: the defaults.
         opener: How the storage is opened.
 
@@ -193,7 +194,7 @@ def examine_with(
 
 
 def _refuse_file(storage: Storage, place: Uri) -> None:
-    """StateError: a file lies at that name on a filesystem, and below it there can be no run."""
+    """Raise StateError if a filesystem has a file at that name: a file cannot contain a run."""
     if storage.capabilities.shape is Shape.OBJECT:
         return
     try:
@@ -214,7 +215,11 @@ def _impatient(uri: Uri, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(control: Control, label: str, act: Callable[[], T]) -> T:
-    """What ``act`` returned here; where it failed on every rank, the first one's error as it is."""
+    """Return the result of ``act`` on this rank.
+
+    If it failed on every rank, the first rank's error is raised unchanged; if it failed on some, a
+    CollectiveError is raised on all.
+    """
     kept: list[T] = []
 
     def local() -> CkptfsError | None:
@@ -264,7 +269,7 @@ def _findings(session: Session) -> list[Finding]:
 
 
 def _shut(session: Session) -> AccessError:
-    """Neither reading nor writing: the same on every rank, from what all of them saw."""
+    """Return the error if neither reading nor writing is permitted; the same on every rank."""
     first = next(r for seen in session.access for r in seen.values() if r is not None)
     return AccessError(
         f"neither reading nor writing is permitted: {first.text}",

@@ -1,4 +1,4 @@
-"""Permissions: each kind of operation once, under a name of this rank's own."""
+"""Permissions: try each kind of operation once, under a separate name for each rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DIR = "access"
 
 
 class Op(Enum):
-    """What a training job does to a place, by the permission that it needs."""
+    """The operations of a training job, by the permissions that they need."""
 
     LIST = "list"
     MAKE = "make directories"
@@ -35,7 +35,7 @@ class Op(Enum):
     DELETE = "delete"
 
 
-# Each operation that was tried: None where it worked. What depends on a refused one is absent.
+# Each operation that was tried; None if it worked. Operations that depend on a refused one are absent.
 Access = Mapping[Op, Refusal | None]
 
 _NAMES = {
@@ -59,9 +59,9 @@ _MISSING = Refusal(Why.OTHER, "not tried")
 
 
 def reach(scratch: ScratchDirectory) -> CkptfsError | None:
-    """The error where the place cannot be reached at all: no credentials, no bucket, no server.
+    """Return the error if the place cannot be reached at all: no credentials, no bucket, no server.
 
-    One listing of the run. Being refused it is no such error: writing may be permitted all the same.
+    It lists the run once. A refused listing is no such error, because writing may still be permitted.
     """
     try:
         scratch.run.refresh("")
@@ -78,7 +78,10 @@ def reach(scratch: ScratchDirectory) -> CkptfsError | None:
 
 
 def look_at_access(scratch: ScratchDirectory, rank: int) -> Access:
-    """List the run, then make, write, read, list and delete in the scratch. Never raises StorageError."""
+    """List the run, then make, write, read, list and delete in the scratch directory.
+
+    A StorageError becomes a Refusal in the result.
+    """
     storage, key = scratch.storage, f"{_DIR}/rank-{rank}"
     tried: dict[Op, Refusal | None] = {}
 
@@ -111,7 +114,7 @@ def _list(scratch: ScratchDirectory) -> None:
     try:
         scratch.run.list("")
     except NotFoundError:
-        return  # a run that nobody made yet; that it can be made is tried next
+        return  # the run does not exist yet; making it is tried next
 
 
 def _read(scratch: ScratchDirectory, key: str) -> None:
@@ -138,18 +141,18 @@ def is_shut(seen: Access) -> bool:
 
 
 def may_write(seen: Sequence[Access]) -> bool:
-    """Whether every rank could write; else what needs writing is not tested."""
+    """Whether every rank could write. If not, checks that write are left out."""
     return all(s.get(Op.WRITE, _MISSING) is None for s in seen)
 
 
 @check()
 def permissions(session: Session) -> Findings:
-    """A finding for each operation that some rank tried."""
+    """Make a finding for each operation that some rank tried."""
     return judge_access(session.worlds, session.access)
 
 
 def judge_access(worlds: Sequence[World], seen: Sequence[Access]) -> Findings:
-    """By the order of operations."""
+    """Return a finding for each operation that some rank tried, in the order of operations."""
     ops = [op for op in Op if any(op in s for s in seen)]
     return tuple(_judge(worlds, seen, op) for op in ops)
 

@@ -1,4 +1,7 @@
-"""What a bucket does to objects by itself, as far as the job's credentials may ask, and how requests to it go."""
+"""The rules of a bucket, as far as the job's credentials may read them, and how requests to it go.
+
+These rules (versions, locks, lifecycle) act on objects without any request of the job.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ _SLOW_CLASSES = ("GLACIER", "DEEP_ARCHIVE", "ARCHIVE", "COLDLINE")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A bucket's rules as its client gave them; a Refusal in place of what could not be asked."""
+    """A bucket's rules from its client; a Refusal for each that could not be read."""
 
-    prefix: str  # of the run inside the bucket, with its slash
+    prefix: str  # the prefix of the run inside the bucket, with a slash at the end
     versioning: Versioning | Refusal
     lock: Lock | Refusal | None
     lifecycle: tuple[Rule, ...] | Refusal
@@ -44,7 +47,7 @@ class Rules:
 
 @check(Need.BUCKET)
 def bucket_rules(session: Session) -> Findings:
-    """Versions, locks and expiry."""
+    """Report versioning, object lock and lifecycle rules."""
     run, rank = session.run, session.rank
 
     def judge(_: Sequence[World], seen: Sequence[Rules | None]) -> Findings:
@@ -57,7 +60,7 @@ def bucket_rules(session: Session) -> Findings:
 
 
 def _look_at_rules(run: Storage) -> Rules | None:
-    """The bucket's rules, and the run's prefix in it; None: its client cannot ask."""
+    """Return the bucket's rules and the run's prefix; None if its client cannot read rules."""
     client = getattr(run, "client", None)
     found = client.bucket_rules() if isinstance(client, ObjectClient) else None
     if found is None:
@@ -76,12 +79,12 @@ def _answer(answer: T | CkptfsError) -> T | Refusal:
 
 
 def _how_to_look(protocol: str) -> str:
-    """What a person can ask, where this process cannot."""
+    """Return what a user can do to see the rules if this process cannot read them."""
     return _COMMANDS.get(_ALIASES.get(protocol, protocol), "ask whoever runs this store")
 
 
 def judge_rules(seen: Rules | None, how_to_look: str) -> Findings:
-    """Three findings. how_to_look: for a person, where the client cannot ask."""
+    """Return the findings on the rules. how_to_look: advice if the client cannot read them."""
     if seen is None:
         told = "this client cannot ask"
         return tuple(Finding(n, _THEME, Verdict.UNKNOWN, told, "", how_to_look) for n in _NAMES)
@@ -102,7 +105,7 @@ def _rules(seen: Rules) -> tuple[Rule, ...]:
 
 
 def _for_us(rule: Rule, prefix: str) -> bool:
-    """Whether a rule may be for keys of the run."""
+    """Whether a rule may apply to keys of the run."""
     return prefix.startswith(rule.prefix) or rule.prefix.startswith(prefix)
 
 
@@ -213,7 +216,7 @@ def _uploads(ours: list[Rule]) -> Finding:
 
 @check(Need.BUCKET)
 def data_path(session: Session) -> Findings:
-    """Which library carries the data, and why; nothing where there is no choice."""
+    """Report which library transfers the data, and why; no finding if there is no choice."""
     run = session.run
 
     def judge(_: Sequence[World], seen: Sequence[str]) -> Findings:
@@ -228,7 +231,7 @@ def data_path(session: Session) -> Findings:
 
 @check(Need.WRITE)
 def requests(session: Session) -> Findings:
-    """What the client of the scratch directory learnt of the server from all requests before."""
+    """Report features that the server lacks, as the client learnt from all earlier requests."""
     client = session.client
     if client is None:
         return ()

@@ -1,7 +1,7 @@
-"""What commits rest on: one of many wins a name, a file is replaced whole, a directory moves at once.
+"""What commits rely on: exclusive creation of a name, atomic replacement, atomic directory renames.
 
-On a mounted place also whether a directory can be synced and a file linked, on an object store whether an object is
-replaced by its etag and uploaded in parts.
+On a mounted place the checks also sync a directory and link a file; on an object store they replace an
+object by its etag and upload one in parts.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _SEEN_S = 5.0
 _DIGITS, _REPEATS = 9, 500
 _FILE = b"%09d" * _REPEATS
 _FILES = 8
-_MOST = 50_000  # replaces, by whatever clock
-FEW_LOOKS = 20  # of a reader while a file is replaced; fewer show nothing
+_MOST = 50_000  # replaces, whatever the clock says
+FEW_LOOKS = 20  # reads while a file is replaced; fewer prove nothing
 _PART_BYTES = 5 << 20
 _TAIL = b"the last part"
 
@@ -58,16 +58,17 @@ _TAIL = b"the last part"
 
 @dataclass(frozen=True, slots=True)
 class _Race:
-    """One rank's part in the races."""
+    """One rank's results in the races."""
 
     wins: tuple[tuple[str, ...], ...]  # by round, the marks of its threads that believe they won
-    holds: tuple[str, ...]  # what the name held afterwards, by round ("" where nothing)
+    holds: tuple[str, ...]  # by round, the content of the name afterwards; "" if there is none
 
 
 @check(Need.WRITE)
 def exclusive_create(session: Session) -> Findings:
-    """Race for names among the ranks that share them: "exclusive-create" on a mounted place, "conditional-create" on a
-    store.
+    """Let the ranks that share the place race for names, to test exclusive creation.
+
+    The finding is "exclusive-create" on a mounted place and "conditional-create" on an object store.
     """
     name = "exclusive-create" if session.is_mounted else "conditional-create"
     groups = session.groups
@@ -93,7 +94,7 @@ def exclusive_create(session: Session) -> Findings:
 
 
 class _Racer:
-    """One rank's threads in the races. Each ``run`` is one round; ranks begin it together."""
+    """One rank's threads in the races. Each ``run`` is one round; all ranks begin it together."""
 
     def __init__(self, storage: Storage, rank: int, clock: Clock) -> None:
         self._clock = clock
@@ -103,11 +104,11 @@ class _Racer:
         self._refusal: Refusal | None = None
 
     def make(self) -> None:
-        """The directory of the races."""
+        """Make the directory of the races."""
         self._storage.make_dir("race")
 
     def run(self) -> None:
-        """Every thread tries to create this round's name, with bytes that name the thread."""
+        """Let every thread try to create this round's name, with bytes that identify the thread."""
         if self._refusal is not None:
             return
         start, key = threading.Barrier(_THREADS), f"race/{len(self._wins)}"
@@ -133,7 +134,7 @@ class _Racer:
         self._wins.append(tuple(sorted(wins)))
 
     def result(self) -> _Race | Refusal:
-        """What was won, and what the names hold now that all are done."""
+        """Return the wins, and what the names hold after all rounds."""
         if self._refusal is not None:
             return self._refusal
         return _Race(tuple(self._wins), tuple(self._held(n) for n in range(len(self._wins))))
@@ -145,7 +146,7 @@ class _Racer:
             try:
                 return self._storage.read(f"race/{number}").decode(errors="replace")
             except NotFoundError:
-                # How soon others see it is another question than whose bytes they see.
+                # How soon others see the file is another question than which bytes they see.
                 if self._clock.now_s() > until_s:
                     return ""
             self._clock.wait(0.05)
@@ -202,7 +203,7 @@ def _no_create(worlds: Sequence[World], name: str, without: Sequence[int]) -> Fi
 
 @check(Need.WRITE)
 def atomic_replace(session: Session) -> Findings:
-    """Replace a file while it is read."""
+    """Replace a file while a thread reads it."""
     name = "atomic-replace"
 
     def judge(worlds: Sequence[World], seen: Sequence[_Sightings]) -> Findings:
@@ -215,12 +216,12 @@ def atomic_replace(session: Session) -> Findings:
 
 @check(Need.WRITE | Need.MOUNT)
 def rename_directory(session: Session) -> Findings:
-    """Rename a directory of a mounted place while it is listed."""
+    """Rename a directory on a mounted place while a thread lists it."""
     name = "rename-directory"
     copies = [rank for rank, caps in enumerate(session.caps) if caps.shape is Shape.OBJECT]
     if copies:
         mount = session.mounts[copies[0]]
-        kind = "" if mount is None else mount.kind  # for the words only
+        kind = "" if mount is None else mount.kind  # only for the message
         return (
             Finding(
                 name,
@@ -245,7 +246,7 @@ def rename_directory(session: Session) -> Findings:
 
 @dataclass(slots=True)
 class _Looks:
-    """What a reader sees while a writer is at work."""
+    """What a reader has seen so far while a writer works."""
 
     done: threading.Event = field(default_factory=threading.Event)
     looks: int = 0
@@ -264,7 +265,7 @@ class _Sightings:
 
 
 def _watched(look: Callable[[_Looks], None], act: Callable[[_Looks], int]) -> _Sightings:
-    """Run ``act`` while ``look`` is repeated on another thread; how often, and what was wrong."""
+    """Run ``act`` while another thread repeats ``look``; return the counts of both."""
     seen, failed = _Looks(), list[CkptfsError]()
 
     def watch() -> None:
@@ -289,7 +290,7 @@ def _watched(look: Callable[[_Looks], None], act: Callable[[_Looks], int]) -> _S
 
 
 def _look_at_replace(storage: Storage, rank: int, settings: Settings) -> _Sightings:
-    """Replace one file for a while, while a thread reads it: a gap of microseconds is met now and then."""
+    """Replace one file many times while a thread reads it, so that even a short gap is noticed."""
     key, clock = f"replace/rank-{rank}", settings.clock
 
     def look(seen: _Looks) -> None:
@@ -318,7 +319,7 @@ def _look_at_replace(storage: Storage, rank: int, settings: Settings) -> _Sighti
 
 
 def _look_at_rename(storage: Storage, rank: int) -> _Sightings:
-    """Rename a directory with files in it while a thread looks: some of its files are torn."""
+    """Rename a directory of files while a thread lists it: a partial listing counts as torn."""
     before, after = f"rename/before-{rank}", f"rename/after-{rank}"
 
     def look(seen: _Looks) -> None:
@@ -352,7 +353,7 @@ def _of_looks(
     *,
     least: int = 0,
 ) -> Finding:
-    """least: looks of each rank, below which nothing is said."""
+    """Return the finding on what readers saw. least: looks that each rank needs for a verdict."""
     bad = [rank for rank, s in enumerate(seen) if s.missing or s.torn]
     looks = sum(s.looks for s in seen)
     data = {"looks": looks, "wrong": sum(s.missing + s.torn for s in seen)}
@@ -379,7 +380,7 @@ def _of_looks(
 
 @check(Need.WRITE | Need.MOUNT)
 def fsync(session: Session) -> Findings:
-    """Whether a directory can be synced; files are, or the writes before would have failed."""
+    """Report whether a directory can be synced. Files can, or earlier writes would have failed."""
     without = [rank for rank, caps in enumerate(session.caps) if not caps.durable]
     if not without:
         return (Finding("fsync", _THEME, Verdict.OK, "accepted for files and directories"),)
@@ -397,7 +398,7 @@ def fsync(session: Session) -> Findings:
 
 @check(Need.WRITE | Need.MOUNT)
 def hard_links(session: Session) -> Findings:
-    """Hard links: exclusive create rests on them, and unchanged data is saved by them."""
+    """Test hard links: exclusive create relies on them, and they share unchanged data."""
     if any(caps.shape is Shape.OBJECT for caps in session.caps):
         return ()
 
@@ -421,7 +422,7 @@ def hard_links(session: Session) -> Findings:
 
 
 def _look_at_links(storage: Storage, rank: int) -> None:
-    """Give a file a second name, and read it by that."""
+    """Give a file a second name, and read it under that name."""
     first, second = f"links/{rank}.first", f"links/{rank}.second"
     storage.make_dir("links")
     storage.replace(first, b"linked")
@@ -435,7 +436,7 @@ def _look_at_links(storage: Storage, rank: int) -> None:
 
 @check(Need.WRITE | Need.CLIENT)
 def conditional_replace(session: Session) -> Findings:
-    """Replacing an object by its etag, as the probe saw it."""
+    """Report whether an object can be replaced by its etag, as the probe found."""
     without = [rank for rank, caps in enumerate(session.caps) if not caps.conditional_replace]
     name = "conditional-replace"
     if not without:
@@ -452,13 +453,13 @@ def conditional_replace(session: Session) -> Findings:
     )
 
 
-# Of an upload: what was tried. "multipart-list" is absent where nothing lists uploads.
+# What was tried with uploads. "multipart-list" is absent if the client cannot list uploads.
 _Uploads = Mapping[str, Refusal | None]
 
 
 @check(Need.WRITE | Need.CLIENT)
 def multipart(session: Session) -> Findings:
-    """Uploads in parts: completing, aborting, and listing those that nobody completed."""
+    """Test uploads in parts: complete one, abort one, and list unfinished ones."""
     storage, rank, client = session.storage, session.rank, session.client
     if client is None:
         return ()
@@ -492,7 +493,7 @@ def _judge_uploads(worlds: Sequence[World], seen: Sequence[_Uploads]) -> Finding
 
 
 def _look_at_uploads(storage: Storage, client: ObjectClient, rank: int) -> _Uploads:
-    """Begin, put two parts, complete; begin, put a part, look whether the list has it, abort."""
+    """Complete an upload of two parts; begin another, check that it is listed, and abort it."""
     part = _part_bytes(client.limits)
 
     def at(name: str) -> str:
@@ -526,7 +527,7 @@ def _look_at_uploads(storage: Storage, client: ObjectClient, rank: int) -> _Uplo
                 listed = _tried(look)
         upload.abort()
 
-    # The list is asked while an upload is aborted.
+    # ``abort`` lists the uploads before it aborts its own.
     found = {"multipart": _tried(complete), "multipart-abort": _tried(abort)}
     return found if forgets else {**found, "multipart-list": listed}
 
@@ -546,7 +547,7 @@ def _tried(act: Callable[[], None]) -> Refusal | None:
 
 @contextlib.contextmanager
 def _abort_on_error(abort: Callable[[], None]) -> Iterator[None]:
-    """Parts of an upload that failed, or was interrupted, are thrown away."""
+    """Abort an upload that failed or was interrupted, so that its parts are discarded."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Free space and inodes, quota, the mount below a path, and names."""
+"""Free space and inodes, quotas, the mount that holds a path, and file names."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ _QUOTA_TOOLS = {
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is free; None where the place does not say."""
+    """What is free; None if the place does not say."""
 
     free_bytes: int | None
     free_inodes: int | None
-    full: Refusal | None = None  # a write that failed for want of space
+    full: Refusal | None = None  # a write that failed for lack of space
 
 
 def look_at_room(session: Session) -> list[Room]:
-    """Collective. What the place says on each rank, and what was refused for want of space."""
+    """Return the free space by rank, with writes that failed for lack of space. Collective."""
     told = session.control.step("doctor.room", lambda: _room(session.run))
     full = [
         next((r for r in s.values() if r is not None and r.why is Why.NO_SPACE), None)
@@ -98,13 +98,13 @@ def _room(storage: Storage) -> Room:
 
 @check()
 def free_space(session: Session) -> Findings:
-    """Free bytes against what the job needs."""
+    """Compare the free bytes with what the job needs."""
     session.rooms = look_at_room(session)
     return (judge_space(session.worlds, session.rooms, session.settings.needs_bytes),)
 
 
 def judge_space(worlds: Sequence[World], seen: Sequence[Room], needs_bytes: int | None) -> Finding:
-    """The place with the least room decides."""
+    """Return the finding on free space. The rank with the least space decides."""
     name, theme = "free-space", Theme.SPACE
     full = {rank: room.full for rank, room in enumerate(seen) if room.full is not None}
     meaning = "the next save fails; what was committed stays"
@@ -141,12 +141,12 @@ def judge_space(worlds: Sequence[World], seen: Sequence[Room], needs_bytes: int 
 
 @check()
 def inodes(session: Session) -> Findings:
-    """Free inodes, where the place has any."""
+    """Report the free inodes; no finding if the place has none."""
     return judge_inodes(session.worlds, session.rooms)
 
 
 def judge_inodes(worlds: Sequence[World], seen: Sequence[Room]) -> Findings:
-    """Few names that are left are a warning, then a failure, whatever space there is."""
+    """Return a warning if few inodes are left, a failure if almost none are, whatever the space."""
     told = {
         rank: room.free_inodes for rank, room in enumerate(seen) if room.free_inodes is not None
     }
@@ -174,12 +174,12 @@ def judge_inodes(worlds: Sequence[World], seen: Sequence[Room]) -> Findings:
 
 @check()
 def quota(session: Session) -> Findings:
-    """Whether the mount has quotas that free space does not show."""
+    """Report whether the mount has quotas that free space does not show."""
     return judge_quota(session.mounts)
 
 
 def judge_quota(mounts: Sequence[Mount | None]) -> Findings:
-    """A mount without quota options has none; elsewhere a person is told what to ask."""
+    """Return OK for a mount without quotas; otherwise the finding names a command to look with."""
     mount = mounts[0]
     if mount is None:
         return ()
@@ -198,7 +198,7 @@ def judge_quota(mounts: Sequence[Mount | None]) -> Findings:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """The mount below a path."""
+    """The mount that holds a path."""
 
     kind: str
     source: str
@@ -207,7 +207,7 @@ class Mount:
 
 
 def look_at_mount(storage: Storage) -> Mount | None:
-    """The mount below the place, as this process sees it; None: no mounted place, or no /proc."""
+    """Return the mount of the place as this process sees it; None: not mounted, or no /proc."""
     path = storage.local_path("")
     if path is None:
         return None
@@ -220,7 +220,7 @@ def look_at_mount(storage: Storage) -> Mount | None:
 
 
 def mounts_of(table: str, path: str) -> Mount | None:
-    """The mount that holds ``path``, from the text of mountinfo. Pure."""
+    """Return the mount that holds ``path``, from the text of mountinfo. Pure."""
     found: Mount | None = None
     for line in table.splitlines():
         left, _, right = line.partition(" - ")
@@ -229,7 +229,7 @@ def mounts_of(table: str, path: str) -> Mount | None:
             continue
         at = _plain(words[4])
         inside = path == at or path.startswith(f"{at.rstrip('/')}/")
-        # Of two mounts at one point the later one is seen.
+        # If two mounts have the same mount point, the later one is visible.
         if inside and (found is None or len(at) >= len(found.at)):
             options = tuple(dict.fromkeys([*words[5].split(","), *kinds[2].split(",")]))
             found = Mount(kinds[0], _plain(kinds[1]), options, at)
@@ -244,12 +244,12 @@ def _plain(word: str) -> str:
 
 @check()
 def mount(session: Session) -> Findings:
-    """What is mounted, and options that change what a job may rely on."""
+    """Report what is mounted, and options that change what a job may rely on."""
     return judge_mount(session.worlds, session.mounts)
 
 
 def judge_mount(worlds: Sequence[World], mounts: Sequence[Mount | None]) -> Findings:
-    """The type of a mount is named; only options, and places that do not last, are worth a warning."""
+    """Return a finding with the mount's type; a warning for bad options and temporary places."""
     told = [mount for mount in mounts if mount is not None]
     if not told:
         return ()
@@ -274,7 +274,7 @@ def judge_mount(worlds: Sequence[World], mounts: Sequence[Mount | None]) -> Find
 
 
 def _notes(mount: Mount) -> list[tuple[str, str]]:
-    """What a mount's type or options mean for checkpoints, and what to do, worst first."""
+    """Return (meaning, advice) for a mount's type and options, the worst first."""
     options = dict(o.partition("=")[::2] for o in mount.options)
     notes = []
     if mount.kind in ("tmpfs", "ramfs"):
@@ -312,20 +312,20 @@ def _notes(mount: Mount) -> list[tuple[str, str]]:
 
 # -- names -----------------------------------------------------------------------------------
 
-# By the kind of name: None where it came back as it was given.
+# By the kind of name; None if the name came back as it was given.
 _Names = Mapping[str, Refusal | None]
 _CASE = "names that differ in case only"
 
 
 @check(Need.WRITE)
 def names(session: Session) -> Findings:
-    """Names that steps, ranks and parts may have."""
+    """Test file names of the kinds that steps, ranks and parts may have."""
     look = partial(_look_at_names, session.storage, session.rank)
     return session.step("names", Theme.MOUNT, look, judge_names)
 
 
 def _look_at_names(storage: Storage, rank: int) -> _Names | None:
-    """Names that differ in case, that are long, and that are no ASCII; None: no file could be made."""
+    """Try names that differ in case, are long, or are not ASCII; None if no file could be made."""
     base = f"names/{rank}"
     accented = "étape-größe"
     try:
@@ -350,7 +350,7 @@ def _look_at_names(storage: Storage, rank: int) -> _Names | None:
 
 
 def judge_names(_: Sequence[World], seen: Sequence[_Names | None]) -> Findings:
-    """A warning that says which kinds of names did not come back."""
+    """Return a warning that lists the kinds of names that did not come back as they were given."""
     tried = [names for names in seen if names is not None]
     if not tried:
         return ()

@@ -1,9 +1,9 @@
-"""Findings and the report that they make, and how ranks, times and sizes are written in them. Pure.
+"""Findings, the report that they make, and how ranks and times are written in them. Pure.
 
-ok       it does what ckptfs relies on
-warn     it works, and something is weaker, slower or costlier than it could be
+ok       the storage does what ckptfs relies on
+warn     it works, but something is weaker, slower or costlier than it could be
 fail     a training job would fail here, or lose what it saved
-unknown  it was not permitted to look, or the place does not say; no verdict either way
+unknown  the doctor was not permitted to look, or the place does not say; no verdict either way
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _HOUR_S = 3600.0
 
 
 class Verdict(Enum):
-    """What one property, or the whole storage, is worth.
+    """The verdict on one property, or on the whole storage.
 
     Attributes:
         OK: A job should start.
-        WARN: A job may start, with a loss.
+        WARN: A job may start, with a disadvantage.
         FAIL: A job should not start.
         UNKNOWN: It could not be found out.
     """
@@ -72,15 +72,15 @@ class Theme(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One property.
+    """The finding on one property.
 
     Attributes:
-        name: Fixed, for programs.
+        name: Its name, which never changes, for programs.
         theme: What it is about.
-        verdict: What it is worth.
+        verdict: The verdict on the property.
         seen: What was seen, with numbers and their units.
-        meaning: What follows from it for a training job; may be empty where all is well.
-        advice: What to change; may be empty where all is well.
+        meaning: What follows from it for a training job; may be empty if all is well.
+        advice: What to change; may be empty if all is well.
         data: The numbers behind ``seen``, as JSON values.
     """
 
@@ -94,7 +94,7 @@ class Finding:
 
     @property
     def document(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The JSON document, as Python values."""
         return {
             "name": self.name,
             "theme": self.theme.value,
@@ -111,12 +111,12 @@ class Report:
     """What the doctor found at one URI; the same value on every rank.
 
     Attributes:
-        uri: Credentials masked.
-        id: Of this visit; its directory was ``.ckptfs-doctor-<id>``.
+        uri: The URI, with credentials masked.
+        id: The id of this examination; its directory was ``.ckptfs-doctor-<id>``.
         shape: "filesystem" or "object".
         ranks: How many ranks took part.
         nodes: Their hosts, in order of rank, each once.
-        findings: One for each property.
+        findings: The findings, in order.
     """
 
     uri: str
@@ -128,7 +128,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all; what is unknown counts for nothing."""
+        """The worst verdict of all findings; UNKNOWN does not count."""
         found = {finding.verdict for finding in self.findings}
         return next((v for v in (Verdict.FAIL, Verdict.WARN) if v in found), Verdict.OK)
 
@@ -150,7 +150,7 @@ class Report:
 
     @property
     def document(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The JSON document, as Python values."""
         return {
             "uri": self.uri,
             "id": self.id,
@@ -163,13 +163,13 @@ class Report:
 
 
 def by_theme(findings: Sequence[Finding]) -> list[tuple[Theme, list[Finding]]]:
-    """The findings of each theme that has some, in the order of themes."""
+    """Return the findings of each theme that has any, in the order of themes."""
     groups = [(theme, [f for f in findings if f.theme is theme]) for theme in Theme]
     return [(theme, found) for theme, found in groups if found]
 
 
 def on_ranks(worlds: Sequence[World], ranks: Collection[int]) -> str:
-    """``rank 3 on host-b: `` where only some ranks are meant; empty where all are."""
+    """Return ``rank 3 on host-b: `` if only some ranks are meant; "" if all are."""
     if len(ranks) == len(worlds):
         return ""
     shown = [f"rank {rank} on {worlds[rank].site}" for rank in sorted(ranks)[:_SHOWN]]
@@ -178,17 +178,17 @@ def on_ranks(worlds: Sequence[World], ranks: Collection[int]) -> str:
 
 
 def hosts(worlds: Sequence[World], nodes: Sequence[str]) -> str:
-    """The hosts of these nodes."""
+    """Return the hosts of these nodes as text."""
     return ", ".join(next(w.site for w in worlds if w.node == node) for node in nodes)
 
 
 def many(count: int, what: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return a count with its noun: ``1 rank``, ``2 ranks``."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def seconds(value: float) -> str:
-    """``0.4 ms``, ``12 ms``, ``3.1 s``, ``4 min``, ``2.5 h``."""
+    """Return a time as text: ``0.4 ms``, ``12 ms``, ``3.1 s``, ``4 min``, ``2.5 h``."""
     if value < 1:
         return f"{value * 1000:.2g} ms" if value < 0.01 else f"{value * 1000:.0f} ms"  # noqa: PLR2004 - two digits
     if value < 2 * _MINUTE_S:

@@ -1,19 +1,19 @@
-"""One examination: its settings, its scratch directory, what is known of the place, and how a check is made.
+"""One examination: its settings, scratch directory, facts about the place, and how checks are made.
 
     run/.ckptfs-doctor-20261122T101130-0123456789ab/
-        about.txt                      says whose it is; only what holds it is ever removed as a leftover
+        about.txt                      says what the directory is; leftovers without it are never removed
 
-The run itself is read by one listing and never written. Directories that had to be made for the scratch
-directory, the run's own included, are removed again if they are still empty.
+The run itself is only listed, never written. If directories above the scratch directory had to be made,
+including the run's own, they are removed again if they are still empty.
 
-A check looks on every rank and judges on the coordinator what all of them saw, so that every rank returns the
-same findings:
+A check looks on every rank, and judges on the coordinator what all ranks saw, so that every rank returns
+the same findings:
 
     @check(Need.WRITE)
     def names(session: Session) -> Findings:
         return session.step("names", Theme.MOUNT, lambda: _look(session.storage), _judge)
 
-A look that fails is a finding by itself. ``Refusal`` stands for an operation that was refused or failed.
+A look that fails is a finding by itself. A ``Refusal`` describes an operation that was refused or failed.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ Failed = Callable[[Sequence[World], Mapping[int, "Refusal"]], Finding]
 
 
 class Expect(Enum):
-    """What the caller says of the storage.
+    """What the caller expects of the storage.
 
     Attributes:
         SHARED: All ranks see the same bytes.
-        NODE: Each node sees its own.
+        NODE: Each node sees bytes of its own.
     """
 
     SHARED = "shared"
@@ -100,10 +100,10 @@ class Expect(Enum):
 
 
 class Clock:
-    """Time as the doctor reads it. Tests put another one here."""
+    """The clock of the doctor. Tests replace it."""
 
     def wall_s(self) -> float:
-        """Return seconds since the epoch, as this machine believes."""
+        """Return seconds since the epoch by this machine's clock."""
         return time.time()
 
     def now_s(self) -> float:
@@ -111,7 +111,7 @@ class Clock:
         return time.monotonic()
 
     def wait(self, seconds: float) -> None:
-        """Let so many ``seconds`` pass."""
+        """Wait for this many ``seconds``."""
         time.sleep(seconds)
 
 
@@ -121,13 +121,13 @@ class Settings:
 
     Attributes:
         size_bytes: Bytes of the file that each rank writes to measure bandwidth; 0 measures none.
-        needs_bytes: Bytes that the job will store; None: not known.
-        expect: What the caller says of the storage; None: nothing.
-        patience_s: How many seconds a write of another rank is waited for.
-        rounds: Races for one name.
-        replaces: How often at least one file is replaced while others read it.
-        replace_s: How many seconds at least that lasts.
-        clock: What measures time.
+        needs_bytes: Bytes that the job will store; None if not known.
+        expect: What the caller expects of the storage; None: nothing.
+        patience_s: How many seconds to wait for a write of another rank.
+        rounds: Number of races for a name.
+        replaces: How often, at least, a file is replaced while it is being read.
+        replace_s: How many seconds, at least, it is replaced.
+        clock: The clock that measures time.
     """
 
     size_bytes: int = 64 << 20
@@ -166,7 +166,7 @@ _WHYS: tuple[tuple[type[CkptfsError], Why], ...] = (
 
 
 class ReadFailedError(Exception):
-    """A look failed while it read: a load would meet the same, a save would not."""
+    """A check failed in a read: a load would fail the same way, a save would not."""
 
     def __init__(self, error: CkptfsError) -> None:
         super().__init__(error)
@@ -175,16 +175,16 @@ class ReadFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An operation that failed; it is pickled to the coordinator."""
+    """An operation that failed. It is pickled and sent to the coordinator."""
 
     why: Why
-    text: str  # the error's, credentials masked
-    hint: str = ""  # the same
-    is_read: bool = False  # it was a read, so that only a load would fail
+    text: str  # the error's message, credentials masked
+    hint: str = ""  # the error's hint, credentials masked
+    is_read: bool = False  # it was a read, so only a load would fail
 
     @staticmethod
     def of(error: CkptfsError, *, is_read: bool = False) -> Refusal:
-        """What the error says."""
+        """Return the refusal for an error."""
         if getattr(error, "errno", None) == errno.EROFS:
             why = Why.READ_ONLY
         else:
@@ -200,9 +200,10 @@ def failure(
     refused: Mapping[int, Refusal],
     meaning: str = "",
 ) -> Finding:
-    """The finding where an operation failed, by the ranks that it failed on.
+    """Return the finding for an operation that failed on some ranks.
 
-    meaning: what follows from it; "": a save, or a load, would fail the same way.
+    refused: the failures, by rank. meaning: what follows from them; "": a save, or a load, would fail the
+    same way.
     """
     first = next(iter(refused.values()))
     reads = all(refusal.is_read for refusal in refused.values())
@@ -223,12 +224,15 @@ Opener = Callable[[Uri, Mapping[str, Any]], Storage]
 
 
 def new_id(wall_s: float) -> str:
-    """A name for one visit, with its time in UTC."""
+    """Return an id for one examination, which contains its time in UTC."""
     return f"{datetime.fromtimestamp(wall_s, UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
 
 
 def begun_s(name: str) -> float | None:
-    """When the doctor whose scratch directory has this name began, in seconds since the epoch; None: no scratch directory."""
+    """Return when an examination began, in epoch seconds, by its scratch directory's name.
+
+    None if a scratch directory cannot have this name.
+    """
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -240,9 +244,10 @@ def begun_s(name: str) -> float | None:
 
 
 class ScratchDirectory:
-    """One rank's way to the scratch directory. run: rooted at the run; storage: rooted at the directory.
+    """One rank's access to the scratch directory.
 
-    Several ranks hold the same one; ``clean`` is safe from many at once and after a half-made start.
+    ``run`` is the storage of the run, ``storage`` that of the scratch directory. Several ranks share one
+    directory, so many ranks may call ``clean`` at once, also if ``make`` failed halfway.
     """
 
     def __init__(
@@ -255,13 +260,17 @@ class ScratchDirectory:
         self._is_made = False
 
     def make(self) -> None:
-        """Make it, with the note that says what it is for. StorageError: it cannot be made."""
+        """Make the directory, and the note in it that says what it is for.
+
+        Raises:
+            StorageError: It cannot be made.
+        """
         self.storage.make_dir("")
         self._is_made = True
         self.storage.replace(_NOTE, ABOUT)
 
     def leftovers(self, wall_s: float) -> tuple[str, ...]:
-        """ScratchDirectory directories of examinations that began more than a day ago and are still there."""
+        """Return the scratch directories of examinations that began more than a day ago."""
         self.run.refresh("")
         try:
             names = [entry.name for entry in self.run.list("")]
@@ -270,19 +279,24 @@ class ScratchDirectory:
         return tuple(n for n in names if (at := begun_s(n)) is not None and wall_s - at > OLD_S)
 
     def remove_leftover(self, name: str) -> None:
-        """Remove a leftover, if it is what it says. StorageError: it is not, or it stays."""
+        """Remove a leftover, if it has the note of a scratch directory.
+
+        Raises:
+            StorageError: It has no such note, or it cannot be removed.
+        """
         if self.run.read_small(f"{name}/{_NOTE}", SMALL_BYTES) != ABOUT:
             raise StorageError("this is no corner of a doctor", uri=self.run.uri(name))
         if self.storage.capabilities.shape is Shape.FILESYSTEM:
-            # Into our own directory in one step: what is removed is a name that only we have.
+            # Move it into our own directory in one step: we remove a name that only we use.
             self.run.rename(name, f"{self.name}/{name}")
             return
         self.run.remove_tree(name)
 
     def clean(self) -> None:
-        """Remove it and the directories that were made for it; absent is success.
+        """Remove the directory, and those that were made for it. Succeeds if it does not exist.
 
-        StorageError: something stays behind.
+        Raises:
+            StorageError: Something stays behind.
         """
         try:
             self.storage.sweep_uploads(0.0)
@@ -293,10 +307,10 @@ class ScratchDirectory:
             try:
                 os.rmdir(path)
             except OSError:
-                return  # it is in use by now, or another rank was faster
+                return  # it is in use now, or another rank has removed it
 
     def clean_quietly(self) -> None:
-        """The same after an error or Ctrl-C: the way out matters more than what stays."""
+        """Clean up after an error or Ctrl-C; log what stays, and raise nothing for it."""
         try:
             self.clean()
         except (CkptfsError, OSError) as error:
@@ -310,7 +324,7 @@ class ScratchDirectory:
 
 
 def _missing_above(run: Storage) -> tuple[str, ...]:
-    """The run's directory and those above it that are not there yet, deepest first."""
+    """Return those of the run's directory and its parents that do not exist yet, deepest first."""
     path, missing = run.local_path(""), []
     while path is not None and not os.path.lexists(path):
         missing.append(path)
@@ -322,31 +336,31 @@ def _missing_above(run: Storage) -> tuple[str, ...]:
 
 
 class Need(Flag):
-    """What a place has to offer for a check."""
+    """What a check needs from a place."""
 
     NOTHING = 0
     WRITE = auto()  # every rank can write
-    MOUNT = auto()  # plain ``open`` leads there
+    MOUNT = auto()  # plain ``open`` works there
     CLIENT = auto()  # an object store with a client of ckptfs
-    BUCKET = auto()  # an object store, by whatever client
+    BUCKET = auto()  # an object store, with any client
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck:
-    """One of the list: a collective function, and what it needs."""
+    """A check of the doctor: a collective function, and what it needs from the place."""
 
     run: Callable[[Session], Findings]
     needs: Need
 
 
 def check(needs: Need = Need.NOTHING) -> Callable[[Callable[[Session], Findings]], DoctorCheck]:
-    """Make a check of a function."""
+    """Return a decorator that makes a check of a function."""
     return lambda run: DoctorCheck(run, needs)
 
 
 @dataclass(slots=True)
 class Session:
-    """What the checks share. Lists are by rank, and alike on every rank."""
+    """The state that the checks share. Lists are by rank, and the same on every rank."""
 
     control: Control
     scratch: ScratchDirectory
@@ -357,36 +371,36 @@ class Session:
     mounts: list[Mount | None] = field(default_factory=list)
     caps: list[Capabilities] = field(default_factory=list)
     rooms: list[Room] = field(default_factory=list)
-    placement: Placement | Refusal | None = None  # None where nothing can be written
+    placement: Placement | Refusal | None = None  # None if nothing can be written
 
     @property
     def storage(self) -> Storage:
-        """Rooted at the scratch directory."""
+        """The storage of the scratch directory."""
         return self.scratch.storage
 
     @property
     def run(self) -> Storage:
-        """Rooted at the run."""
+        """The storage of the run."""
         return self.scratch.run
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """The number of this rank."""
         return self.control.rank
 
     @property
     def worlds(self) -> Sequence[World]:
-        """All ranks."""
+        """The worlds of all ranks."""
         return self.control.worlds
 
     @property
     def is_mounted(self) -> bool:
-        """Whether plain ``open`` leads there. Alike on all ranks: it follows from the URI."""
+        """Whether plain ``open`` works there. The same on all ranks: it follows from the URI."""
         return self.storage.local_path("") is not None
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """Ranks that see the same bytes; where that was not found out, those of one node."""
+        """Groups of ranks that see the same bytes; if the probe failed, the ranks of each node."""
         if self.placement is None:
             return [tuple(range(self.control.size))]
         if not isinstance(self.placement, Refusal):
@@ -398,11 +412,11 @@ class Session:
 
     @property
     def client(self) -> ObjectClient | None:
-        """The client of the scratch directory; None: this place has none."""
+        """The client of the scratch directory's storage; None if it has none."""
         return _client_of(self.storage)
 
     def offers(self, needs: Need) -> bool:
-        """Whether the place has what a check needs. Alike on all ranks."""
+        """Whether the place has what a check needs. The same on all ranks."""
         bucket = self.uri.protocol.rpartition("+")[2] in PROTOCOLS
         offered = (
             (Need.WRITE, self.is_writable),
@@ -413,8 +427,9 @@ class Session:
         return all(there or need not in needs for need, there in offered)
 
     def learn(self) -> None:
-        """Collective. What each rank's own probe finds, and who shares the place: by ckptfs's own probes, in the
-        scratch directory.
+        """Probe, on each rank, what the storage can do, and who shares it. Collective.
+
+        This uses ckptfs's own probes, in the scratch directory.
         """
         self.caps = self.control.step("doctor.probe", lambda: self.storage.probe("access"))
         try:
@@ -430,9 +445,9 @@ class Session:
         judge: Judge[T],
         failed: Failed | None = None,
     ) -> Findings:
-        """Collective. Look on every rank, judge on the coordinator; a look that fails is a finding.
+        """Look on every rank and judge on the coordinator; a failed look is a finding. Collective.
 
-        failed: makes the finding where a look failed; None: ``failure`` does.
+        failed: makes the finding for a failed look; None: ``failure`` makes it.
         """
 
         def local() -> T | Refusal:
@@ -515,7 +530,7 @@ def _judge_leftovers(
 
 @check(Need.WRITE)
 def cleaning(session: Session) -> Findings:
-    """Remove our own scratch directory; what stays is a finding."""
+    """Remove our own scratch directory; if something stays, that is a finding."""
     return session.step(
         "cleaning",
         Theme.ACCESS,

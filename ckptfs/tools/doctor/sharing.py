@@ -1,4 +1,4 @@
-"""Who shares the place with whom, when a rank sees what another wrote, and what the clocks say."""
+"""Which ranks share the place, how soon a rank sees another's writes, and how the clocks differ."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from ckptfs.topology.storage_domains import Domain
 
 __all__ = ["Clocks", "clocks", "domains", "judge_clocks", "shared_directory", "visibility_delay"]
 
-_PLAIN_S = 2.0  # a look that does not look afresh is given no longer
+_PLAIN_S = 2.0  # how long a look without a refresh may wait
 _DIR = "seen"
 _FIRST_WAIT_S = 0.005
 _LONGEST_WAIT_S = 0.25
 _DATE_TIMEOUT_S = 5.0
 _THEME = Theme.SHARING
-_LATE_S = 1.0  # what a directory call waits for another node's token
-_DEAD_S = LeaseTimes().still_s - LeaseTimes().rewrite_s  # then a living owner's lease stands still
+_LATE_S = 1.0  # how long a directory call waits for another node's token
+_DEAD_S = LeaseTimes().still_s - LeaseTimes().rewrite_s  # beyond it a living owner looks dead
 _SKEW_WARN_S = 5.0
 _SKEW_FAIL_S = 600.0  # S3 refuses signatures that are 15 minutes off
 
 
 @check(Need.WRITE)
 def domains(session: Session) -> Findings:
-    """Who shares the place with whom, against what the caller expects."""
+    """Report which ranks share the place, and compare that with what the caller expects."""
     placement = session.placement
     if placement is None:
         return ()
@@ -120,7 +120,7 @@ def _judge_domains(
 
 @check(Need.WRITE | Need.MOUNT)
 def shared_directory(session: Session) -> Findings:
-    """A directory that one rank makes and all use, by ckptfs's own call."""
+    """Make a directory that all ranks use, by ckptfs's own ``ensure_dir``."""
     placement = session.placement
     if placement is None or isinstance(placement, Refusal):
         return ()
@@ -140,7 +140,7 @@ def shared_directory(session: Session) -> Findings:
 
 @dataclass(frozen=True, slots=True)
 class _Arrivals:
-    """When this rank saw what others wrote."""
+    """When this rank saw what other ranks wrote."""
 
     seen_s: Mapping[int, float | None]  # by writing rank; None: never seen
     refusal: Refusal | None = None
@@ -148,9 +148,9 @@ class _Arrivals:
 
 @check(Need.WRITE)
 def visibility_delay(session: Session) -> Findings:
-    """How long until a rank sees another's write: by a fresh look, and (plain) by any program's."""
+    """Measure how soon a rank sees another's write: with a refresh, and without one (plain)."""
     control, patience_s = session.control, session.settings.patience_s
-    # Where it is not known who shares the place, all are asked: that is what the numbers shall show.
+    # If it is not known who shares the place, all ranks watch each other, so that the numbers show it.
     everybody = [tuple(range(control.size))]
     groups = everybody if isinstance(session.placement, Refusal) else session.groups
     mine = next(group for group in groups if session.rank in group)
@@ -179,7 +179,10 @@ def _arrivals(
 
 
 class _Watcher:
-    """One rank's eyes. ``prime``, then the writers ``write``, then all ``watch``; a step between."""
+    """Watches, on one rank, for the files of the writers.
+
+    All ranks ``prime``, then the writers ``write``, then all ranks ``watch``, each in a step of its own.
+    """
 
     def __init__(
         self, storage: Storage, rank: int, clock: Clock, name: str, *, fresh: bool
@@ -191,18 +194,18 @@ class _Watcher:
         self._fresh = fresh
 
     def prime(self, writers: Iterable[int]) -> None:
-        """Look for what is not there yet: a client that caches absence caches it now."""
+        """Look for the files before they exist, so that clients that cache absence do so now."""
         self._storage.make_dir(_DIR)
         self._storage.list(_DIR)
         for rank in writers:
             self._is_there(rank)
 
     def write(self) -> None:
-        """This rank's file."""
+        """Write this rank's file."""
         self._storage.replace(self._key(self._rank), b"seen?")
 
     def watch(self, writers: Iterable[int], patience_s: float) -> _Arrivals:
-        """Look until all writers' files are there, or patience ends."""
+        """Look until all writers' files exist, or ``patience_s`` is over."""
         begun_s, wait_s = self._clock.now_s(), _FIRST_WAIT_S
         seen: dict[int, float | None] = dict.fromkeys(writers)
         try:
@@ -295,16 +298,16 @@ def _stale(plain: Sequence[_Arrivals]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What one rank found of the clocks, in seconds at least and at most."""
+    """Clock offsets that one rank found: lower and upper bounds in seconds."""
 
-    place_s: tuple[float, float] | None  # the place's against this node's; None: it is not known
-    rank_s: tuple[float, float]  # this rank's against rank 0's
+    place_s: tuple[float, float] | None  # the place's clock minus this node's; None: not known
+    rank_s: tuple[float, float]  # this rank's clock minus rank 0's
     source: str = ""
 
 
 @check(Need.WRITE)
 def clocks(session: Session) -> Findings:
-    """Clocks of the place and of the ranks."""
+    """Compare the clocks of the place and of the ranks."""
     control, clock = session.control, session.settings.clock
     called_s = clock.wall_s()
     control.step("doctor.clock.meet", lambda: None, lambda _: None)
@@ -325,9 +328,10 @@ def clocks(session: Session) -> Findings:
 def _place_clock(
     storage: Storage, client: ObjectClient | None, clock: Clock, rank: int
 ) -> tuple[tuple[float, float] | None, str]:
-    """The place's clock against this node's, in seconds at least and at most, and who told it.
+    """Return the place's clock minus this node's, as bounds in seconds, and the source of the time.
 
-    A file's time of modification, or the Date of one HTTP request without credentials; None: nobody.
+    The source is a file's modification time, or the Date of one HTTP request without credentials. The
+    offset is None if neither is available.
     """
     before_s = clock.wall_s()
     key = f"clock-{rank}"
@@ -340,15 +344,15 @@ def _place_clock(
     told_s = None if client is None else _server_date(client.endpoint)
     if told_s is None:
         return None, ""
-    # The header has whole seconds: the server's clock was anywhere within that one.
+    # The header has whole seconds: the server's clock was somewhere within that second.
     return (told_s - clock.wall_s(), told_s + 1 - before_s), "Date of the server"
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
-    """Follows nothing: the clock in question is this server's."""
+    """Follows no redirects, because the clock of this very server is wanted."""
 
     def redirect_request(self, *_: object) -> None:
-        """None: the redirect is the answer."""
+        """Return None, so that the redirect itself is the answer."""
 
 
 def _server_date(endpoint: str) -> float | None:
@@ -360,7 +364,7 @@ def _server_date(endpoint: str) -> float | None:
         with opener.open(request, timeout=_DATE_TIMEOUT_S) as answer:
             told = answer.headers.get("Date")
     except urllib.error.HTTPError as error:
-        told = error.headers.get("Date")  # it refuses, and tells its time
+        told = error.headers.get("Date")  # a refusal has a Date too
         error.close()
     except (OSError, ValueError):
         return None
@@ -371,7 +375,7 @@ def _server_date(endpoint: str) -> float | None:
 
 
 def judge_clocks(worlds: Sequence[World], seen: Sequence[Clocks]) -> Findings:
-    """Clocks of the place and of the ranks. No decision of ckptfs rests on one."""
+    """Return the findings on the clocks. No decision of ckptfs depends on a clock."""
     found = []
     if len(worlds) > 1:
         skews = {rank: _least(s.rank_s) for rank, s in enumerate(seen) if rank}
@@ -390,7 +394,7 @@ def judge_clocks(worlds: Sequence[World], seen: Sequence[Clocks]) -> Findings:
 
 
 def _least(bounds: tuple[float, float] | None) -> float:
-    """The offset that is sure, nearest to none."""
+    """Return the offset within the bounds that is nearest to 0."""
     low, high = bounds or (0.0, 0.0)
     return low if low > 0 else high if high < 0 else 0.0
 

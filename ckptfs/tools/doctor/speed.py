@@ -1,6 +1,6 @@
-"""How long small operations take, and how fast a large file goes out and comes back.
+"""Latency of small operations, and bandwidth of writing and reading a large file.
 
-Numbers first, verdicts only where something is badly wrong.
+The findings are mainly numbers; a warning is given only if something is badly wrong.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _PIECE_BYTES = 8 << 20
 _BLOCK_BYTES = 16 << 20
 _SLOW_S = 1.0
 _SLOW_BYTES_PER_S = 5e6
-_LONG_S = 1.0  # what took less tells of latency, not of bandwidth
+_LONG_S = 1.0  # shorter transfers measure latency, not bandwidth
 
 
-# Seconds of each small operation, by its name, in the order they were done.
+# Seconds of the small operations, by name, in the order they were done.
 Latency = Mapping[str, Sequence[float]]
 
 
 @check(Need.WRITE)
 def latency(session: Session) -> Findings:
-    """Small operations of all ranks at once."""
+    """Measure small operations of all ranks at once."""
     look = partial(_look_at_latency, session.storage, session.rank)
     return session.step("latency", Theme.SPEED, look, judge_latency)
 
 
 def _look_at_latency(storage: Storage, rank: int) -> Latency:
-    """A few small files: each written durably, looked at and read."""
+    """Write a few small files durably, and stat and read each."""
     base = f"small/{rank}"
     taken: dict[str, list[float]] = {"write": [], "stat": [], "read": []}
 
@@ -74,7 +74,7 @@ def _look_at_latency(storage: Storage, rank: int) -> Latency:
 
 
 def judge_latency(_: Sequence[World], seen: Sequence[Latency]) -> Findings:
-    """Only commits that are hopelessly slow are a warning."""
+    """Return the finding on latency; a warning only if commits would be extremely slow."""
     name = "latency"
     told, data, worst_s = [], {}, 0.0
     for what in seen[0]:
@@ -98,12 +98,12 @@ class Transfer:
     size_bytes: int
     write_s: float
     read_s: float = 0.0
-    cached: str = ""  # what may have answered the read; "" where nothing
+    cached: str = ""  # the cache that may have served the read; "" if none
 
 
 @check(Need.WRITE)
 def bandwidth(session: Session) -> Findings:
-    """A file of each rank, all at once: written durably, read back by another where there is one."""
+    """Let each rank write a file durably, all at once, and read one back, if possible another's."""
     control, settings, storage = session.control, session.settings, session.storage
     size_bytes, rank = settings.size_bytes, session.rank
     if not size_bytes:
@@ -125,20 +125,23 @@ def bandwidth(session: Session) -> Findings:
 
 
 def _reads(worlds: Sequence[World], group: Sequence[int], rank: int) -> int:
-    """Whose file a rank reads: another node's where it sees one, for its own may be in its memory."""
+    """Return the rank to read the file of: on another node if it sees one's files, else itself.
+
+    A node may have its own file cached in memory.
+    """
     others = [r for r in group if worlds[r].node != worlds[rank].node]
     return others[list(group).index(rank) % len(others)] if others else rank
 
 
 def _failed(worlds: Sequence[World], refused: Mapping[int, Refusal]) -> Finding:
-    # What was written and cannot be read back: saves go through.
+    # If only reads failed, saves still work.
     reads = all(refusal.is_read for refusal in refused.values())
     name = "read-bandwidth" if reads else "write-bandwidth"
     return failure(name, Theme.SPEED, worlds, refused)
 
 
 def _write_whole(storage: Storage, rank: int, size_bytes: int) -> Transfer | Refusal:
-    """Write this rank's file, durably. Its bytes are random and made before the time is taken."""
+    """Write this rank's file durably. Its bytes are random and made before the clock starts."""
     block = memoryview(os.urandom(min(size_bytes, _BLOCK_BYTES)))
     try:
         storage.make_dir("large")
@@ -158,7 +161,7 @@ def _write_whole(storage: Storage, rank: int, size_bytes: int) -> Transfer | Ref
 
 
 def _let_go(storage: Storage, rank: int) -> str:
-    """Ask the kernel to drop what it holds of the file; what may answer the read all the same."""
+    """Ask the kernel to drop the cached file. Return the cache that may still serve the read."""
     path = storage.local_path(f"large/{rank}")
     if path is None:
         return ""
@@ -174,7 +177,7 @@ def _let_go(storage: Storage, rank: int) -> str:
 
 
 def _read_back(storage: Storage, rank: int, mine: Transfer | Refusal) -> Transfer | Refusal:
-    """Read the file of ``rank``, several ranges at once as a load does; ``mine`` with its time."""
+    """Read the file of ``rank`` in parallel ranges, like a load. Return ``mine`` with the time."""
     if isinstance(mine, Refusal):
         return mine
     buffer = memoryview(bytearray(mine.size_bytes))
@@ -192,7 +195,10 @@ def _read_back(storage: Storage, rank: int, mine: Transfer | Refusal) -> Transfe
 
 
 def judge_bandwidth(seen: Sequence[Transfer], needs_bytes: int | None) -> Findings:
-    """A short transfer says nothing; what the job needs becomes a time."""
+    """Return the findings on bandwidth, with an estimated time for ``needs_bytes``.
+
+    A transfer that is too short gets no warning.
+    """
     total = sum(s.size_bytes for s in seen)
     each = f"{many(len(seen), 'rank')} x {size_text(seen[0].size_bytes)}"
     write_s = max(s.write_s for s in seen)
