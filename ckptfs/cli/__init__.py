@@ -1,8 +1,8 @@
-"""The command line: thin. What it does is in ``ckptfs.tools`` and ``ckptfs.bench``, for programs too.
+"""The command line. The work is done in ``ckptfs.tools`` and ``ckptfs.bench``, for programs too.
 
     main      the group ``ckptfs``; a command's module is imported when that command runs
-    output    what every command has: --json, answers, errors as exit codes
+    output    what all commands share: --json, answers, errors as exit codes
     options   ``-o key=value``: storage options; durations
 
-Nothing here is imported by the library.
+The library imports nothing from here.
 """

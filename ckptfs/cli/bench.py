@@ -1,12 +1,13 @@
 """``ckptfs bench URI...`` measures; ``bench report`` and ``bench compare`` read what it wrote.
 
     ckptfs bench URI...            short for ckptfs bench run URI...
-    ckptfs bench report FILE...    in bench_report, imported when asked for
+    ckptfs bench report FILE...    in bench_report, which is imported on use
     ckptfs bench compare A B
 
-What is not the name of a command is a URI, so a directory called ``report`` is written ``./report``.
+A first word that is not the name of a command is taken for a URI. A directory called ``report`` is
+therefore written as ``./report``.
 
-``command_text`` is how a call is written down in its result: one that can be repeated, without secrets.
+``command_text`` makes the command line that a result records: it can be run again, and has no secrets.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from ckptfs.uri import mask_credentials
 __all__ = ["bench", "command_text"]
 
 _MASK = "***"
-# Options whose value is shown: where and how, never who. Everything else may be a secret.
+# Options with values that are shown: places and settings. All others may be secrets.
 _SHOWN = frozenset((*OURS, "anon", "endpoint_url", "region", "region_name", "use_ssl", "verify"))
 
 
 def command_text(asked: Asked, told: Mapping[str, Any], out: str | None) -> str:
-    """The words, quoted for a shell. told: the options as the command line was read."""
+    """Return the command line, quoted for a shell. ``told``: the options that click parsed."""
     words = ["ckptfs", "bench", *(str(target.place) for target in asked.targets)]
     for workload in asked.workloads:
         words += ["--workload", workload.kind]
@@ -93,7 +94,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckptfs.cli")
 
 _DEFAULT = "run"
-# Command: the module whose add_to(group) puts it there, and what the help says without importing that.
+# By command: the module with an add_to(group) that adds it, and its help text without that import.
 _READERS = {
     "report": ("ckptfs.cli.bench_report", "Plots and one self-contained HTML page of results."),
     "compare": (
@@ -102,14 +103,14 @@ _READERS = {
     ),
 }
 _ROUNDS = 5  # fewer never give a verdict
-# Of measuring, where neither --rounds nor --keep says otherwise: the whole command then takes less than a minute.
+# The time for measuring without --rounds and --keep: the whole command then takes less than a minute.
 _WITHIN_S = 40.0
 _LONGER_ROUNDS, _LONGER_BYTES = 11, 1_250_000_000
 _WORKLOADS = ("llm", "many", "shapes", "4MB", "16MB", "64MB", "moe", "rl", "loop")
 
 
 class _Bench(click.Group):
-    """A group whose first word may be a URI, or an option of ``run``."""
+    """A group that takes a URI, or an option of ``run``, in place of a command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = {_DEFAULT, *_READERS, *self.get_help_option_names(ctx)}
@@ -238,7 +239,7 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -
         progress=_progress,
         first=lambda: try_place(path),
     )
-    if result is None:  # another rank tells it
+    if result is None:  # rank 0 reports it
         click.get_current_context().exit(0)
     if note:
         result = dataclasses.replace(result, notes=(note, *result.notes))
@@ -260,7 +261,10 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -
 
 
 def _longer(asked: Asked, result: Result, told: dict[str, Any], took_s: float) -> tuple[str, str]:
-    """Which run gives tighter figures than this one of ``took_s`` seconds, and about how long it takes."""
+    """Return a command that gives tighter figures than this run, with about the time that it takes.
+
+    took_s: the seconds that this run took.
+    """
     from ckptfs.bench.results import bytes_text
 
     rounds = max((one.round for one in result.samples), default=1)
@@ -280,7 +284,11 @@ def _longer(asked: Asked, result: Result, told: dict[str, Any], took_s: float) -
 
 
 def _written(path: str, result: Result) -> tuple[str | None, CkptfsError | None]:
-    """Where the result stands, and why not where it should: what was measured is not lost with a disk."""
+    """Write the result. Return its path and, if it could not be written to ``path``, the error.
+
+    After an error it is written to the temporary directory instead, so that the measurements are not
+    lost. The path is None if that fails too.
+    """
     from ckptfs.bench.results import write_result
 
     try:
@@ -318,13 +326,13 @@ def _asked(uris: Sequence[str], told: dict[str, Any]) -> Any:
             for uri, here in zip(uris, local, strict=True)
         ),
         workloads=tuple(
-            # many is no model: with --params it keeps its default size
+            # "many" is not a model: with --params it keeps its default size
             WorkloadAsked(kind, None if kind in NO_MODELS else params, size)
             for kind in dict.fromkeys(told["workloads"])
         ),
         engines=told["engines"],
         rounds=told["rounds"] or _ROUNDS,
-        # Of a run that may end early the round that --keep leaves is not known before.
+        # In a run that may end early, the last round is not known in advance, and --keep needs it.
         within_s=None if told["rounds"] or told["keep"] else _WITHIN_S,
         ranks=told["ranks"] or 1,
         durable=told["durable"],
@@ -334,14 +342,14 @@ def _asked(uris: Sequence[str], told: dict[str, Any]) -> Any:
 
 
 def _command(asked: Any, told: dict[str, Any], out: str | None) -> str:
-    """The call as it shall stand in the result; nothing of it is secret."""
+    """Return the command line for the result, without secrets."""
     from ckptfs.cli.bench import command_text
 
     return command_text(asked, told, out)
 
 
 def _progress(text: str) -> None:
-    """Where it is: a line for whoever watches a terminal, or asked for it with -v."""
+    """Show progress: on a terminal as a line, elsewhere in the log, which -v shows."""
     if sys.stderr.isatty():
         say(text)
     else:

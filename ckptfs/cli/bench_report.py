@@ -1,4 +1,4 @@
-"""``bench report``: plots and a page. ``bench compare``: two results, and whether something is slower.
+"""``bench report`` makes plots and a page; ``bench compare`` says whether one result is slower.
 
 Both read what ``ckptfs bench`` and the scripts in benchmarks/ wrote; neither measures anything.
 """
@@ -33,7 +33,7 @@ __all__ = ["add_to"]
 
 
 def add_to(group: click.Group) -> None:
-    """Put both commands on ``bench``; once, however often it is asked."""
+    """Add both commands to ``group``, the group ``bench``. Further calls do nothing."""
     if "report" not in group.commands:
         group_command(group, "report", answers=(Report,))(_report)
         group_command(group, "compare", answers=(_CompareDocument,))(_compare)
@@ -121,7 +121,7 @@ def _compare(before: str, after: str, only: tuple[str, ...], phases: tuple[str, 
 
 
 def _nothing(found: Compared) -> str:
-    """Why there is no row: a filter that fits nothing, or what was left out, the first of it."""
+    """Return why there are no rows: the filters match nothing, or the first thing left out."""
     told = "the two results have nothing in common that was asked for"
     more = f"; and {len(found.missing) - 1} more" if len(found.missing) > 1 else ""
     return f"{told} ({found.missing[0]}{more})" if found.missing else told

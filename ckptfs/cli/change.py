@@ -92,7 +92,7 @@ def rm(
     if all_of:
         uris = [one for run in uris for one in committed_in(run, storage_options)]
     for uri in uris:
-        # Before anything is deleted: a wrong name among several stops all of it.
+        # Before anything is deleted: one wrong name stops the whole command.
         lines = doomed_at(uri, storage_options, partial=partial)
         if yes:
             continue
@@ -158,7 +158,7 @@ def _each(
     do: Callable[[str], tuple[_T, str]],
     document_of: Callable[[Sequence[_T | _FailedCheckpointDocument]], object],
 ) -> Answer:
-    """Each in turn; one that fails does not keep the others, and the first failure is the exit."""
+    """Do each URI in turn. A failure does not stop the others; the first one sets the exit code."""
     documents: list[_T | _FailedCheckpointDocument] = []
     done: list[str | CkptfsError] = []
     for uri in uris:

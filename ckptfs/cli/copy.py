@@ -1,10 +1,10 @@
-"""``ckptfs cp``: a checkpoint, or what a run has and another lacks, between any two places.
+"""``ckptfs cp``: copy a checkpoint, or what the target run lacks, between any two places.
 
     ckptfs cp /nvme/run/step_100 s3://bucket/run/step_100
     ckptfs cp s3://bucket/run /mnt/run -o profile=train
     torchrun ... -m ckptfs cp file:///local/run/step_100 s3://bucket/run/step_100
 
-The work is ``ckptfs.tools.copying``.
+``ckptfs.tools.copying`` does the work.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def cp(
                 control, (source, here), (target, there), CopyOptions(**how, shows=True)
             )
         except (ControlPlaneLostError, DeadlineError):
-            raise  # there is nobody to wait for
+            raise  # there is no other rank to wait for
         except CkptfsError:
             outlive(control)
             raise

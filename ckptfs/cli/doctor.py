@@ -143,7 +143,7 @@ def _property_document(one: Finding) -> _PropertyDocument:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Launchers end ranks with SIGTERM: as after Ctrl-C, nothing may stay behind."""
+    """Treat SIGTERM, by which launchers end ranks, like Ctrl-C, so that nothing stays behind."""
 
     def stop(_: int, __: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""``ckptfs export``: a checkpoint as safetensors, as one torch.save file, as plain DCP."""
+"""``ckptfs export``: export a checkpoint as safetensors, one torch.save file, or plain DCP."""
 
 from __future__ import annotations
 

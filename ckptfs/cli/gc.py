@@ -1,10 +1,10 @@
-"""``ckptfs gc``: what dead jobs left in a run, and away with it.
+"""``ckptfs gc``: show and remove what dead jobs left in a run.
 
     ckptfs gc s3://bucket/run                   shows it, changes nothing
-    ckptfs gc s3://bucket/run --delete          removes it; asks first; without a terminal it takes --yes
-    ckptfs gc s3://bucket/runs --recursive      every run below
+    ckptfs gc s3://bucket/run --delete          asks and removes it; without a terminal it needs --yes
+    ckptfs gc s3://bucket/runs --recursive      does the same for every run below
 
-The rules of what is dead, and of when nothing is touched, are in ``ckptfs.tools.collecting``.
+``ckptfs.tools.collecting`` has the rules for what is dead, and for when nothing is touched.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["gc"]
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """One run: what came of it, or why nothing did."""
+    """The result for one run, or its error."""
 
     uri: Uri
     collected: Collected | None = None
@@ -128,7 +128,7 @@ def gc(
     files of others, and a run with a living owner.
     """
     if delete and not yes and not sys.stdin.isatty():
-        # Before anything is read, so that a cron job fails on its first day, not on the first debris.
+        # Before anything is read, so that a cron job fails at its first run, not at the first debris.
         raise click.UsageError("not a terminal: pass --yes to delete without confirmation")
     look = partial(look_for_debris, older_than_s=older_than_s, storage_options=storage_options)
     if not recursive:
@@ -148,7 +148,7 @@ def gc(
 
 
 def _tried(act: Callable[[Uri], Collected], run: Uri) -> _Outcome:
-    """One of many runs: what is wrong with it keeps nobody from the next."""
+    """Act on one of several runs. Its error is kept, so that the other runs are still done."""
     try:
         return _Outcome(run, act(run))
     except CkptfsError as error:
@@ -196,7 +196,7 @@ def _answer(outcomes: Sequence[_Outcome], *, delete: bool, exit_: Exit = Exit.OK
 def _run_document(outcome: _Outcome) -> _RunDocument | _FailedRunDocument:
     one = outcome.collected
     if one is None:
-        error = error_document(cast("CkptfsError", outcome.error))  # one of the two is there
+        error = error_document(cast("CkptfsError", outcome.error))  # one of the two is set
         return _FailedRunDocument(uri=outcome.uri, error=error)
     return _RunDocument(
         uri=one.uri,

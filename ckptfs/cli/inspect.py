@@ -1,4 +1,4 @@
-"""``ckptfs inspect``: what is in a checkpoint, and what differs from another."""
+"""``ckptfs inspect``: show what is in a checkpoint, or how it differs from another."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ def _box_text(sizes: tuple[int, ...]) -> str:
 
 
 def dtype_text(leaf: TensorLeaf) -> str:
-    """``float32``: as torch says it, without its name."""
+    """Return the dtype as torch names it, without ``torch.``, such as ``float32``."""
     return str(leaf.dtype).removeprefix("torch.")
 
 
@@ -356,7 +356,7 @@ def _count(number: int | None) -> str:
 def _diff_answer(
     before: Uri, after: Uri, compared: Compared, sort: str | None, limit: int | None
 ) -> Answer:
-    """Exit code 1 where they differ, 7 where some leaves are not known to be equal."""
+    """Return the answer: exit code 1 if they differ, 7 if some leaves could not be compared."""
     rows = _differing(compared, sort)
     shown = rows[:limit]
     hidden = len(rows) - len(shown)
@@ -373,7 +373,7 @@ def _diff_answer(
 
 
 def _differing(compared: Compared, sort: str | None) -> list[Difference]:
-    """What differs; where norms were told every leaf that has them."""
+    """Return the leaves that differ or could not be compared, and all leaves that have norms."""
     rows = [d for d in compared.leaves if d.change is not Change.SAME or d.norms is not None]
     if sort == "name":
         rows.sort(key=lambda d: d.key)
@@ -407,7 +407,7 @@ def _side_document(leaf: Leaf | None) -> _SideDocument | None:
 
 
 def _norms_document(norms: Norms) -> _NormsDocument:
-    # JSON has no nan and no infinity.
+    # JSON has neither nan nor infinity.
     before, after, difference, max_abs = (
         value if math.isfinite(value) else str(value)
         for value in (norms.before, norms.after, norms.difference, norms.max_abs)

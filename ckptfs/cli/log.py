@@ -1,4 +1,4 @@
-"""``ckptfs log`` and ``ckptfs watch``: the run log as a person reads it, whole or as it grows. No torch."""
+"""``ckptfs log`` and ``ckptfs watch``: show the run log, whole or as it grows. No torch."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def log(
 
 
 def _entries(uri: str, options: dict[str, Any]) -> tuple[list[Line], str | None]:
-    """The log at a URI; or of what lies above it, with the name of what was asked for in there."""
+    """Return the log at a URI and None, or its parent's log and the checkpoint's name in it."""
     try:
         return read_log(uri, options), None
     except NotFoundError:
@@ -134,7 +134,10 @@ def _is_part(line: Line, save: str) -> bool:
 
 
 def _since(lines: list[Line], since_s: float) -> list[Line]:
-    """From the first entry on that says a time so near; those without a time are where they are."""
+    """Return the lines from the first one with a time in the last ``since_s`` seconds.
+
+    Lines without a time keep their place in the order.
+    """
     from_then = f"{datetime.now(UTC) - timedelta(seconds=since_s):%Y-%m-%dT%H:%M:%SZ}"
     first = next((at for at, line in enumerate(lines) if line.stamp.at >= from_then), len(lines))
     return lines[first:]
@@ -228,10 +231,10 @@ def _event_line(event: RunEvent) -> str:
 
 
 def _run_program(program: str, document: dict[str, Any]) -> bool:
-    """Run it by the shell, with what happened in its environment; False where it failed."""
+    """Run ``program`` by the shell, with the event in its environment; False if it failed."""
     told = {name: value for name, value in document.items() if value is not None}
     values = {f"CKPTFS_{name.upper()}": str(value) for name, value in told.items()}
-    # Texts of a log are anybody's: they are values of variables, and no part of what the shell reads.
+    # Any writer can put any text into a log: it is only a value of a variable, never shell input.
     done = subprocess.run(  # noqa: S602
         program,
         shell=True,
@@ -239,7 +242,7 @@ def _run_program(program: str, document: dict[str, Any]) -> bool:
         env={**os.environ, **values},
         input=json.dumps(document) + "\n",
         text=True,
-        stdout=_STDERR,  # standard output has the events, and nothing else
+        stdout=_STDERR,  # standard output is for the events alone
     )
     if done.returncode:
         say(f"ckptfs watch: the program ended with {done.returncode} at {document['what']}")

@@ -1,4 +1,4 @@
-"""``ckptfs ls`` and ``ckptfs latest``. No torch: they answer at once."""
+"""``ckptfs ls`` and ``ckptfs latest``. Without torch, so that they answer at once."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ _ALWAYS: tuple[_Column, ...] = (
     ("SIZE>", lambda one: size_text(one.size_bytes)),
     ("RANKS>", lambda one: "-" if one.ranks is None else str(one.ranks)),
 )
-# Only where some line has something to say in it.
+# Columns that are shown only if some line has a value for them.
 _SOMETIMES: tuple[_Column, ...] = (
     ("PARTS", lambda one: ",".join(one.parts)),
     ("FROM", lambda one: "" if one.origin in (None, "log") else str(one.origin.value)),

@@ -25,7 +25,7 @@ from ckptfs.uri import MASK, mask_credentials
 
 __all__ = ["COMMANDS", "ckptfs", "main"]
 
-# Command: where it is, and what ``ckptfs --help`` says of it without importing that.
+# By command: its module, and what ``ckptfs --help`` says of it without importing that.
 COMMANDS = {
     "ls": ("ckptfs.cli.look:ls", "Runs and checkpoints: step, state, age, size, ranks."),
     "log": ("ckptfs.cli.log:log", "Who saved, fenced and deleted what, when, from where."),
@@ -83,15 +83,17 @@ def ckptfs(context: click.Context, verbose: int) -> None:
 
     levels = (logging.WARNING, logging.INFO, logging.DEBUG)
     handler = logging.StreamHandler()
-    # Options of the command add theirs (``storage_options``).
+    # The options of the command add their secrets (``storage_options``).
     context.obj = secrets_in(os.environ)
     handler.setFormatter(_SafeFormatter(context.obj))
     logging.basicConfig(level=levels[min(verbose, 2)], handlers=[handler])
 
 
 class _SafeFormatter(logging.Formatter):
-    """What libraries log of requests has credentials in it, and names that are anybody's: one line each, the
-    credentials masked. secrets: texts that are masked wherever they stand; it may grow.
+    """Formats each record as one line with credentials masked.
+
+    Libraries log requests with credentials and with names that anybody may have chosen. secrets: texts
+    that are masked wherever they occur; more may be added later.
     """
 
     def __init__(self, secrets: set[str]) -> None:
@@ -116,5 +118,5 @@ class _SafeFormatter(logging.Formatter):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script; ends the process."""
+    """Run the console script. Ends the process."""
     ckptfs.main(args=None if arguments is None else list(arguments), prog_name="ckptfs")

@@ -1,9 +1,9 @@
 """``-o key=value``: storage options on a command line.
 
     -o profile=train                     a string
-    -o anon=true -o concurrency=8        what reads as JSON is taken as such
+    -o anon=true -o concurrency=8        a value that is JSON is parsed as JSON
     -o client_kwargs.endpoint_url=http://127.0.0.1:9000     dots reach into nested options
-    -o @options.json                     a file with all of them: secrets stay out of ``ps``
+    -o @options.json                     a file with options: secrets stay out of ``ps``
 
 Environment variables and configuration files of the client libraries work as they do without ckptfs.
 """
@@ -25,7 +25,7 @@ _SECRET = re.compile(
     r"|storage_?key|encryption_?key|^key$",
     re.IGNORECASE,
 )
-_LEAST_CHARS = 8  # what is shorter ("anon", "cloud") is no secret, and stands in many lines
+_LEAST_CHARS = 8  # shorter values ("anon", "cloud") are no secrets, and occur in many lines
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhdw]?)")
 
@@ -33,7 +33,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def parse_storage_options(told: Sequence[str]) -> dict[str, Any]:
-    """The options as fsspec takes them; later ones win. click.BadParameter says what is wrong."""
+    """Return the options as fsspec takes them; later ones win.
+
+    Raises:
+        click.BadParameter: An option cannot be read; the message says why.
+    """
     found: dict[str, Any] = {}
     for text in told:
         if text.startswith("@"):
@@ -50,7 +54,7 @@ def parse_storage_options(told: Sequence[str]) -> dict[str, Any]:
 
 
 def secrets_in(settings: Mapping[str, Any]) -> set[str]:
-    """The values, nested ones too, of what is called like a credential; no paths of files. Pure."""
+    """Return the values, also nested ones, with names like a credential's; no file paths. Pure."""
     found: set[str] = set()
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -93,7 +97,7 @@ def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
 def storage_options(
     name: str = "-o", long: str = "--storage-option", of: str = "URI"
 ) -> Callable[[_F], _F]:
-    """A repeatable option; the command gets one mapping under the long name in plural."""
+    """Return a repeatable option. The command gets one mapping, under the plural of ``long``."""
 
     def parse(context: click.Context, _: click.Parameter, told: Sequence[str]) -> dict[str, Any]:
         found = parse_storage_options(told)
@@ -114,7 +118,11 @@ def storage_options(
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``30m``, ``1.5h``, ``2d``, ``90``. ValueError: it is none."""
+    """Return the seconds of a duration such as ``30m``, ``1.5h``, ``2d`` or ``90``.
+
+    Raises:
+        ValueError: ``text`` is not a duration.
+    """
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a duration; write 90s, 30m, 1.5h, 2d or 1w")

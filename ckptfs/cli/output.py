@@ -1,33 +1,35 @@
-"""What every command has: ``--json``, an answer that is printed, errors as messages and exit codes.
+"""What all commands share: ``--json``, printed answers, errors as messages and exit codes.
 
     @command("ls")
     @click.argument("uri")
     @storage_options()
     def ls(uri: str, storage_options: dict[str, Any]) -> Answer: ...
 
-    Answer(document, show, exit)     document: what --json prints; show: draws it for a person
+    Answer(document, show, exit)     document: what --json prints; show: prints it for a person
 
     0  done, or yes                     4  not permitted, or no valid credentials
     1  no: damaged, too old, differs    5  the storage failed, or cannot do that
     2  wrong call                       6  another process has it: busy, fenced, taken
     3  not found                        7  unknown: it may have happened     130  Ctrl-C
 
-A number is one thing that a script would do next. The numbers are part of the interface: docs/cli.md has them,
-and they do not change.
+There is one code for each thing that a script would do next. The codes are part of the interface:
+docs/cli.md lists them, and they do not change.
 
-A body does its work and returns an ``Answer``; it prints nothing and exits nowhere. An error of
-ckptfs ends the command with its code (see ``exit_of``), any other exception is a bug and shows itself.
+The body of a command does its work and returns an ``Answer``; it does not print or exit. An error of
+ckptfs ends the command with its code (see ``exit_of``). Any other exception is a bug and is not caught.
 
-Under torchrun every rank runs a collective command (``bench``, ``cp``, ``doctor``): rank 0 speaks, and all end with
-the same code. Any other prints whatever RANK says: a training rank may have started it, or a shell there.
+Under torchrun every rank runs a collective command (``bench``, ``cp``, ``doctor``): rank 0 prints, and
+all ranks end with the same code. Other commands print whatever RANK says, because a training rank, or a
+shell in its environment, may have started them.
 
-Names and texts that a checkpoint brings can be anything: ``say``, ``table`` and the console that ``show`` draws
-on escape what would change a terminal or look like further lines (``printable``).
+Names and texts in a checkpoint can be anything. ``say``, ``table`` and the console that ``show`` prints
+to escape what would change a terminal or look like more lines (``printable``).
 
-With ``--json`` standard output gets one JSON document and nothing else; progress and warnings go to standard
-error. An error is a document too. A document is a dataclass: a result of ``ckptfs.tools`` as it is, or a class
-in the module of the command where the fields of the JSON are others. ``to_json`` makes JSON values of both, and
-the JSON Schemas in docs/reference/json are made of the same classes: ``answers`` of ``command`` names them.
+With ``--json`` standard output gets one JSON document and nothing else; progress and warnings go to
+standard error. An error is a document too. A document is a dataclass: a result of ``ckptfs.tools`` as it
+is, or, if the JSON has other fields, a class in the command's module. ``to_json`` converts both to JSON
+values. The JSON Schemas in docs/reference/json are made from the same classes, which ``answers`` of
+``command`` names.
 """
 
 from __future__ import annotations
@@ -98,18 +100,18 @@ __all__ = [
 
 
 class Omitted(Enum):
-    """A field that is left out of the JSON has the one value of this."""
+    """The type of ``OMITTED``, the value of fields that are left out of the JSON."""
 
     OMITTED = "omitted"
 
 
 OMITTED = Omitted.OMITTED
-# What each command that was imported answers with --json: the classes of its documents.
+# The classes of the --json documents of each command that was imported.
 ANSWERS: dict[str, tuple[type, ...]] = {}
 
 
 class Exit(IntEnum):
-    """How a command ends."""
+    """The exit codes of commands."""
 
     OK = 0
     NO = 1
@@ -122,7 +124,7 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-# In this order: the first that fits. A class stands before those that it derives from.
+# The first that matches counts, so a class comes before those that it derives from.
 _EXITS: tuple[tuple[type[CkptfsError], Exit], ...] = (
     (CommitInDoubtError, Exit.UNKNOWN),
     (AnswerLostError, Exit.UNKNOWN),
@@ -142,9 +144,9 @@ _EXITS: tuple[tuple[type[CkptfsError], Exit], ...] = (
 
 
 def exit_of(error: CkptfsError) -> Exit:
-    """The exit code of an error; of a collective one, that of its first failed rank's."""
+    """Return the exit code of an error; of a collective one, that of its first failed rank."""
     if isinstance(error, CollectiveError):
-        # As errors of one failure each: where all are of one type the error is of that type too.
+        # Make an error of each failure alone: it has the type of that failure.
         ones = (
             CollectiveError("", failures={r: error.failures[r]}) for r in sorted(error.failures)
         )
@@ -163,7 +165,7 @@ def _code_of(error: CkptfsError) -> Exit | None:
     return None
 
 
-# The library's hints name its calls; whoever reads them at a terminal has the commands.
+# The library's hints name its functions; a user of the command line needs the commands.
 _COMMANDS = (
     (r"call list_checkpoints\(\) on its parent", "run ckptfs ls on its parent"),
     (r"see steps or list_checkpoints\(\) for what exists", "run ckptfs ls to see what exists"),
@@ -188,13 +190,15 @@ _COMMANDS = (
         "; ckptfs inspect shows this checkpoint",
     ),
 )
-_PIPE_WIDTH = 1 << 20  # into a pipe nothing is wrapped or cut: the next program wants whole lines
+_PIPE_WIDTH = 1 << 20  # in a pipe nothing is wrapped or cut: the next program needs whole lines
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """document: what ``--json`` prints, one of the command's ``answers``. show: prints the same for a person. exit:
-    the verdict.
+    """The answer of a command.
+
+    document: what ``--json`` prints, an instance of one of the command's ``answers``. show: prints the
+    same for a person. exit: the exit code.
     """
 
     document: object
@@ -204,7 +208,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorDocument:
-    """An error, alone or as a part of a document."""
+    """An error as a document or as a part of one."""
 
     type: str
     message: str
@@ -215,16 +219,18 @@ class ErrorDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedDocument:
-    """What a command that failed prints in place of its answer."""
+    """What a failed command prints in place of its answer."""
 
     error: ErrorDocument
 
 
 def to_json(value: object) -> Any:
-    """Make JSON values of a result: dataclasses become objects with the same names, a URI its text with credentials
-    masked. A field that is ``OMITTED`` is left out.
+    """Convert a result to JSON values.
+
+    Dataclasses become objects with the same names, a URI becomes its text with credentials masked.
+    Fields that are ``OMITTED`` are left out.
     """
-    # A URI is a dataclass too, and an enumeration of texts is a text: these two come first.
+    # These two come first: a URI is also a dataclass, and a StrEnum is also a str.
     if isinstance(value, Uri):
         return str(value)
     if isinstance(value, Enum):
@@ -240,7 +246,7 @@ def to_json(value: object) -> Any:
 
 
 def print_answer(name: str, answer: Answer, *, as_json: bool) -> None:
-    """The answer on standard output."""
+    """Print the answer on standard output."""
     if as_json:
         click.echo(json.dumps({"command": name, **to_json(answer.document)}, indent=2))
         return
@@ -248,7 +254,7 @@ def print_answer(name: str, answer: Answer, *, as_json: bool) -> None:
 
 
 def print_error(name: str, error: CkptfsError, *, as_json: bool, indent: int | None = 2) -> None:
-    """An error on standard error, and with --json also as the document on standard output."""
+    """Print an error on standard error, and with --json also as a document on standard output."""
     if as_json:
         document = to_json(FailedDocument(error=error_document(error)))
         click.echo(json.dumps({"command": name, **document}, indent=indent))
@@ -259,19 +265,19 @@ def print_error(name: str, error: CkptfsError, *, as_json: bool, indent: int | N
 
 
 def say(text: str) -> None:
-    """One line on standard error."""
+    """Print one line on standard error."""
     click.echo(printable(text), err=True)
 
 
 def hint_text(hint: str) -> str:
-    """A hint of the library in the words of the command line. Pure."""
+    """Return a hint of the library with commands in place of functions. Pure."""
     for call, command in _COMMANDS:
         hint = re.sub(call, command, hint)
     return hint
 
 
 def error_document(error: CkptfsError) -> ErrorDocument:
-    """The error with its hint in the words of the command line."""
+    """Return the document of an error, with its hint in terms of the command line."""
     return ErrorDocument(
         type=type(error).__name__,
         message=error.message,
@@ -282,12 +288,12 @@ def error_document(error: CkptfsError) -> ErrorDocument:
 
 
 def place_text(uri: Uri) -> str:
-    """As a person types it: the path of a mounted directory, the URI of anything else."""
+    """Return a place as a user types it: the path of a local directory, otherwise the URI."""
     return uri.local_path if uri.is_local else str(uri)
 
 
 def table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns a person can read and ``awk`` can split; a name that ends in ``>`` is set right."""
+    """Print columns that people can read and ``awk`` can split; ``>`` after a name aligns right."""
     from rich.table import Table
     from rich.text import Text
 
@@ -310,7 +316,7 @@ def _console() -> Console:
     from rich.text import Text
 
     class Escaping(Console):
-        """Each text that is printed is one line, and changes nothing in the terminal."""
+        """A console that prints each text as one line, without control characters."""
 
         def print(self, *objects: Any, **settings: Any) -> None:
             for one in objects:
@@ -326,8 +332,9 @@ def _console() -> Console:
 def command(
     name: str, *, answers: tuple[type, ...], collective: bool = False, **settings: Any
 ) -> Callable[[Callable[..., Answer]], click.Command]:
-    """A command of its own. answers: the classes of its documents. collective: all ranks of a launcher run it
-    together.
+    """Return a decorator that makes a command.
+
+    answers: the classes of its documents. collective: all ranks of a launcher run it together.
     """
     ANSWERS[name] = answers
     return _made(click.command, name, name, settings, collective=collective)
@@ -336,7 +343,10 @@ def command(
 def stream_command(
     name: str, *, answers: tuple[type, ...]
 ) -> Callable[[Callable[..., Exit]], click.Command]:
-    """A command that prints while it runs: its body takes ``as_json``, and prints one object on each line."""
+    """Return a decorator that makes a command that prints while it runs.
+
+    Its body takes ``as_json``, and then prints one object on each line.
+    """
     ANSWERS[name] = answers
 
     def decorate(body: Callable[..., Exit]) -> click.Command:
@@ -360,7 +370,7 @@ def group_command(
     collective: bool = False,
     **settings: Any,
 ) -> Callable[[Callable[..., Answer]], click.Command]:
-    """A command below another: ``bench report``."""
+    """Return a decorator that makes a command in a group, such as ``bench report``."""
     ANSWERS[f"{group.name} {name}"] = answers
     return _made(group.command, name, f"{group.name} {name}", settings, collective=collective)
 
@@ -414,8 +424,9 @@ def _run(
 
 
 def outlive(control: Control) -> None:
-    """Collective. The first rank that ends with a failure makes torchrun end the others: nobody ends
-    before rank 0 is safe from that, and can say what failed.
+    """Keep all ranks alive until rank 0 ignores SIGTERM and can report what failed. Collective.
+
+    Without it, the first rank that ends with a failure would make torchrun end the others.
     """
     if control.size == 1:
         return

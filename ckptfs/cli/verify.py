@@ -1,4 +1,4 @@
-"""``ckptfs verify``: whether checkpoints are whole."""
+"""``ckptfs verify``: check that checkpoints are whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 _EXITS = {Verdict.CLEAN: Exit.OK, Verdict.DAMAGED: Exit.NO, Verdict.UNKNOWN: Exit.UNKNOWN}
-_MOST = 5  # tensors named in a line; the rest is counted
+_MOST = 5  # tensors that a line names; the others are only counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
