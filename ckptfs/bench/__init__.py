@@ -1,1 +1,1 @@
-"""Measuring: workloads, engines beside each other, results that carry what they were measured on."""
+"""Benchmarks: workloads, engines in comparison, and results with the conditions they hold for."""

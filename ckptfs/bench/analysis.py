@@ -1,31 +1,32 @@
-"""From single samples to verdicts: rows of a table, two results side by side, and both in words. Pure.
+"""Turn single samples into verdicts: rows of a table, comparisons of two results, and texts. Pure.
 
     spread, compare_paired, compare_apart     values -> Spread, Comparison: ratio, interval, verdict
     rows_of(result)        one row per workload, target, phase and engine, in the order of the result
-      .to_limit            its seconds by those of the fastest limit, round by round
-      .to_ours             its seconds by those of ckptfs (the first engine whose name starts so)
+      .to_limit            its seconds divided by those of the fastest limit, round by round
+      .to_ours             its seconds divided by those of the first engine with a name ckptfs...
     slowdowns_of(result)   how much slower a training loop was while an engine saved during it
     compare_results(before, after)   -> Compared
       differences     what the runs do not share; those that ``prevent`` a comparison come first
       rows            one per workload, target, phase and engine that both have: a ratio and a verdict
-      missing         what only one of them has, or what has no ratio: nothing is dropped in silence
-      slower          rows that are slower, limits left out
+      missing         what only one of them has, or has no ratio: nothing is dropped silently
+      slower          rows that are slower, without the limits
 
-A ratio is seconds by seconds: below one, the first that is named is faster. Its interval holds the
-true median ratio with ``CONFIDENCE`` at least, whatever the distribution: order statistics (the sign
-test) for pairs, the shift interval of the rank sum test for runs apart. Both need no model and no
-bootstrap, so that the same samples always get the same answer, in whatever order they come.
+A ratio is seconds divided by seconds: below one, the engine that is named first is faster. Its interval
+contains the true median ratio with a probability of at least ``CONFIDENCE``, whatever the distribution.
+It comes from order statistics (the sign test) for pairs, and from the shift interval of the rank sum test
+for separate runs. Neither needs a model or a bootstrap, so the same samples always give the same answer,
+in whatever order they come.
 
     SAME              the whole interval is within ``MARGIN`` of one
     FASTER, SLOWER    the ratio is at least ``MARGIN`` away from one, and the interval excludes one
-    SPREAD_TOO_WIDE   neither: the spread does not allow a verdict, ``rounds_needed`` may
+    SPREAD_TOO_WIDE   neither: the spread does not allow a verdict; ``rounds_needed`` rounds may
 
-Five pairs, or three runs on each side, are the fewest that can ever get a verdict.
+No verdict is possible from fewer than five pairs, or three rounds on each side.
 
-Two ratios of one row come from the same rounds: an engine that was measured in a slow minute is compared
-with the others in that minute. Two runs never took turns, so nothing of them is paired: intervals are
-those of two runs apart. A limit that both measured is the control. Where the raw storage itself became
-faster or slower, the machine did, and a verdict about any engine says no more than that.
+The ratios within one result come from the same rounds: an engine that was measured in a slow minute is
+compared with the others in that minute. Two results never took turns, so their rounds are not paired, and
+the interval is that for separate runs. A limit that both measured is the control: if the raw storage
+became faster or slower, the machine changed, and a verdict about an engine may show no more than that.
 """
 
 from __future__ import annotations
@@ -78,21 +79,21 @@ __all__ = [
     "verdict_text",
 ]
 
-MARGIN = 1.05  # what is closer than that is nobody's concern, and no machine here repeats better
+MARGIN = 1.05  # smaller differences do not matter, and no machine here repeats better than that
 CONFIDENCE = 0.90
-LEAST_PAIRS = 5  # least and largest of five hold the median with 1 - 2 / 2^5 = 94 %
-LEAST_APART = 3  # on each side: all of one beside all of the other happens by chance in 10 %
-MOST_ROUNDS = 999  # above that nobody repeats a benchmark: no number is told
+LEAST_PAIRS = 5  # the least and the largest of five enclose the median with 1 - 2 / 2^5 = 94 %
+LEAST_APART = 3  # on each side: a complete separation happens by chance in 10 %
+MOST_ROUNDS = 999  # nobody repeats a benchmark more often: above it no number is given
 
 
 class Verdict(Enum):
-    """What the samples allow to say of the first that was named.
+    """What the samples allow to say about the side that is named first.
 
     Attributes:
         FASTER: It is faster.
         SLOWER: It is slower.
         SAME: They are the same.
-        SPREAD_TOO_WIDE: Nothing.
+        SPREAD_TOO_WIDE: No verdict is possible.
     """
 
     FASTER = "faster"
@@ -103,10 +104,10 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Some values of one thing.
+    """Statistics of some values.
 
     Attributes:
-        count: How many.
+        count: How many values.
         median: Their median.
         least: The least.
         lower: The lower quartile (inclusive).
@@ -124,16 +125,17 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The ratio of seconds, its interval, and what follows.
+    """A ratio of seconds, its interval and the verdict.
 
     Attributes:
         ratio: The ratio.
         low: The lower end of its interval.
         high: The upper end of its interval.
-        rounds: Pairs, or the smaller side of runs apart.
-        verdict: What follows.
-        rounds_needed: With SPREAD_TOO_WIDE, about how many would give a verdict if ratio and spread stay;
-            None where there is a verdict already, or more than ``MOST_ROUNDS`` would be needed.
+        rounds: The number of pairs, or of rounds on the smaller side of separate runs.
+        verdict: The verdict.
+        rounds_needed: With SPREAD_TOO_WIDE, about how many rounds would give a verdict if ratio and
+            spread stay the same; None if there is a verdict already, or if more than ``MOST_ROUNDS``
+            would be needed.
     """
 
     ratio: float
@@ -151,7 +153,7 @@ def spread(values: Sequence[float]) -> Spread:
         values: The values.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no value.
     """
     if not values:
         raise ValueError("no values: nothing to take a median of")
@@ -164,17 +166,17 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def compare_paired(ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
-    """Compare seconds round by round.
+    """Compare the seconds of two engines round by round.
 
     Args:
-        ours: Of the first, a value for each round.
-        theirs: Of the second, a value for each round.
+        ours: The seconds of the first, one value for each round.
+        theirs: The seconds of the second, one value for each round.
 
     Returns:
-        Ours by theirs.
+        Ours divided by theirs.
 
     Raises:
-        ValueError: They are not of one length, empty, or not above zero.
+        ValueError: They differ in length, are empty, or have values that are not above zero.
     """
     if len(ours) != len(theirs):
         raise ValueError(
@@ -189,17 +191,17 @@ def compare_paired(ours: Sequence[float], theirs: Sequence[float]) -> Comparison
 
 
 def compare_apart(before: Sequence[float], after: Sequence[float]) -> Comparison:
-    """Compare seconds with those of a run at another time.
+    """Compare the seconds of two separate runs.
 
     Args:
-        before: The earlier ones.
-        after: The later ones.
+        before: The seconds of the earlier run.
+        after: The seconds of the later run.
 
     Returns:
-        After by before.
+        After divided by before.
 
     Raises:
-        ValueError: One is empty, or not above zero.
+        ValueError: One is empty, or has values that are not above zero.
     """
     old, new = _logs(before), _logs(after)
     logs = sorted(b - a for a in old for b in new)
@@ -214,9 +216,10 @@ def _logs(values: Sequence[float]) -> list[float]:
 
 
 def _judged(logs: list[float], left_out: int | None, *, rounds: int, least: int) -> Comparison:
-    """Logs: of the ratios, in order; left_out: how many the interval leaves out at each end.
+    """Return the comparison for sorted logarithms of ratios.
 
-    In logs a ratio and its inverse are as far from one, and swapping the sides swaps the verdict.
+    left_out: how many the interval leaves out at each end; None: too few for an interval. In logarithms a
+    ratio and its inverse are equally far from one, so swapping the sides swaps the verdict.
     """
     ratio = statistics.median(logs)
     beyond = left_out or 0
@@ -240,10 +243,14 @@ def _verdict(ratio: float, low: float, high: float) -> Verdict:
 
 
 def _rounds_needed(ratio: float, half: float, rounds: int, least: int) -> int | None:
-    """Half of an interval shrinks with the root of the rounds; until it fits on one side."""
+    """Return about how many rounds a verdict needs; None if they are too many.
+
+    half: half of the interval. It shrinks with the root of the rounds, and must become small enough to
+    exclude one, or to be within the margin.
+    """
     margin = math.log(MARGIN)
     room = abs(ratio) if abs(ratio) >= margin else margin - abs(ratio)
-    if half <= room:  # it fits already: there were too few rounds to know that
+    if half <= room:  # it is small enough already, but there were too few rounds for an interval
         return max(least, rounds + 1)
     grow = (half / room) ** 2 if room > 0 else math.inf
     if rounds * grow > MOST_ROUNDS:
@@ -252,9 +259,9 @@ def _rounds_needed(ratio: float, half: float, rounds: int, least: int) -> int | 
 
 
 def _left_out_of_pairs(count: int) -> int | None:
-    """How many ratios the interval of the median leaves out at each end; None: too few pairs.
+    """Return how many ratios the median's interval leaves out at each end; None: too few pairs.
 
-    The true median is above k or more of n values with the chance that n coins show.
+    The number of values below the true median is distributed like the heads of ``count`` coin tosses.
     """
     chance, left_out = 0.0, None
     for k in range((count + 1) // 2):
@@ -266,21 +273,21 @@ def _left_out_of_pairs(count: int) -> int | None:
 
 
 def _left_out_apart(before: int, after: int) -> int | None:
-    """The same for all pairs of two runs: from the rank sum's distribution; None: too few."""
+    """As ``_left_out_of_pairs`` for two separate runs, from the distribution of the rank sum."""
     ways = _rank_sums(before, after)
     chance, left_out = 0.0, None
     for k in range((before * after + 1) // 2):
         chance += 2 * ways[k] / math.comb(before + after, before)
-        if chance > 1 - CONFIDENCE + 1e-12:  # 2 / 20, three beside three, is 10 % and not more
+        if chance > 1 - CONFIDENCE + 1e-12:  # for three and three, 2 / 20 must count as 10 %
             break
         left_out = k
     return left_out
 
 
 def _rank_sums(before: int, after: int) -> list[int]:
-    """In how many orders u of the before x after pairs are the other way round, for every u.
+    """Return, for every u, in how many orders u of the before x after pairs are inverted.
 
-    The coefficients of prod (1 - q^(after + i)) / (1 - q^i) for i from 1 to before.
+    These are the coefficients of prod (1 - q^(after + i)) / (1 - q^i) for i from 1 to before.
     """
     top = before * after
     ways = [1, *[0] * top]
@@ -304,12 +311,12 @@ def spread_text(values: Spread) -> str:
 
 
 def interval_text(found: Comparison) -> str:
-    """Return ``0.84 (0.80-0.90)``: the ratio of ``found``, and the interval that holds it."""
+    """Return ``0.84 (0.80-0.90)``: the ratio of ``found`` and its interval."""
     return f"{found.ratio:.2f} ({found.low:.2f}-{found.high:.2f})"
 
 
 def verdict_text(found: Comparison) -> str:
-    """The verdict of ``found`` in words; where there is none, what it would take."""
+    """The verdict of ``found`` in words; without one, how many rounds it might take."""
     if found.verdict is not Verdict.SPREAD_TOO_WIDE:
         return str(found.verdict.value)
     if found.rounds_needed is None:
@@ -318,12 +325,12 @@ def verdict_text(found: Comparison) -> str:
 
 
 def limit_text(to_limit: Comparison) -> str:
-    """Return what to say where an engine took less time than its limit; empty where the limit is one.
+    """Return a remark if an engine took less time than its limit; "" if it did not.
 
-    What is closer than ``MARGIN`` has reached the limit, not passed it.
+    An engine within ``MARGIN`` of the limit has reached it, but not passed it.
 
     Args:
-        to_limit: The engine by its limit.
+        to_limit: The engine's seconds divided by those of its limit.
     """
     if to_limit.verdict is Verdict.FASTER:
         return "faster than the limit: it is no limit here"
@@ -336,7 +343,7 @@ def limit_text(to_limit: Comparison) -> str:
 
 
 OURS = "ckptfs"
-MOVING: tuple[Phase, ...] = ("save", "load_cold", "load_warm")  # all bytes move inside the clock
+MOVING: tuple[Phase, ...] = ("save", "load_cold", "load_warm")  # all bytes move in the timed call
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,16 +355,17 @@ class Row:
         target: The target's URI.
         phase: "save", "load_cold", "load_warm", "stall", "steps" or "steps_saving".
         engine: The name of the engine.
-        is_limit: It moves raw bytes.
-        seconds: Of its calls.
-        gb_per_s: GB per second, that is 10^9 bytes; None where bytes do not move inside the clock.
-        cpu_s_per_gb: CPU seconds per GB; None where bytes do not move inside the clock.
-        peak_memory_bytes: Bytes of memory; None where they could not be measured.
-        sent_bytes: Bytes sent; None where they could not be measured.
-        received_bytes: Bytes received; None where they could not be measured.
-        limit: The engine that ``to_limit`` is about; None where there is none.
-        to_limit: Its seconds by those of the limit; None for the limit itself, and where no round has both.
-        to_ours: Its seconds by those of ckptfs; None for ckptfs itself, and where no round has both.
+        is_limit: Whether it moves raw bytes and is a limit for the others.
+        seconds: The seconds of its calls.
+        gb_per_s: GB per second, with 10^9 bytes in a GB; None if not all bytes move in the timed call.
+        cpu_s_per_gb: CPU seconds per GB; None if not all bytes move in the timed call.
+        peak_memory_bytes: Bytes of memory; None if they could not be measured.
+        sent_bytes: Bytes sent; None if they could not be measured.
+        received_bytes: Bytes received; None if they could not be measured.
+        limit: The engine that ``to_limit`` compares with; None if there is none.
+        to_limit: Its seconds divided by those of the limit; None for the limit itself, and if no round
+            has both.
+        to_ours: Its seconds divided by those of ckptfs; None for ckptfs itself, and if no round has both.
     """
 
     workload: str
@@ -386,7 +394,7 @@ class Slowdown:
         engine: The name of the engine.
         alone: Seconds of the loop alone.
         saving: Seconds of the loop with saves.
-        ratio: The second by the first; None where no round has both.
+        ratio: ``saving`` divided by ``alone``; None if no round has both.
     """
 
     workload: str
@@ -402,9 +410,7 @@ _Groups = dict[_Where, dict[str, list[Sample]]]
 
 
 def rows_of(result: Result) -> tuple[Row, ...]:
-    """Return a row for every engine of ``result``, everywhere it was measured: by workload, target, phase,
-    engine.
-    """
+    """Return a row for each workload, target, phase and engine of ``result`` that was measured."""
     limits = {engine.name for engine in result.engines if engine.is_limit}
     order = [engine.name for engine in result.engines]
     return tuple(
@@ -413,9 +419,9 @@ def rows_of(result: Result) -> tuple[Row, ...]:
 
 
 def slowdowns_of(result: Result) -> tuple[Slowdown, ...]:
-    """Return the slowdown by every engine of ``result`` that saved during a loop.
+    """Return the slowdown of a training loop by every engine of ``result`` that saved during it.
 
-    The loop alone may have been measured once for all.
+    The loop alone may have been measured only once for all engines.
 
     Args:
         result: The result.
@@ -444,8 +450,12 @@ def slowdowns_of(result: Result) -> tuple[Slowdown, ...]:
 
 
 def grouped(result: Result) -> list[tuple[_Where, dict[str, list[Sample]]]]:
-    """Return the samples of ``result`` by workload, target and phase, in the order of the report; then by
-    engine.
+    """Return the samples of ``result`` by workload, target and phase, and by engine within these.
+
+    The groups are in the order of the report.
+
+    Args:
+        result: The result.
     """
     groups: _Groups = defaultdict(lambda: defaultdict(list))
     for one in result.samples:
@@ -498,7 +508,7 @@ def _ratio_to(engines: dict[str, list[Sample]], name: str, other: str | None) ->
 
 
 def _paired(these: list[Sample], those: list[Sample]) -> Comparison | None:
-    """The rounds that both have; a clock that saw nothing pass has no ratio."""
+    """Compare the rounds that both have; None if there are none. Untimed samples are left out."""
     left = {one.round: one.wall_s for one in these if one.is_timed}
     right = {one.round: one.wall_s for one in those if one.is_timed}
     rounds = sorted(left.keys() & right.keys())
@@ -515,12 +525,12 @@ def _known(samples: list[Sample], of: Callable[[Sample], int | None]) -> Spread 
 # -- two results side by side ----------------------------------------------------------------------
 
 
-_DECIDES = ("cpu", "cores", "memory_gib", "filesystem")  # of a machine; the rest is told
+_DECIDES = ("cpu", "cores", "memory_gib", "filesystem")  # these prevent a comparison of machines
 _TOLD = frozenset(
     {"rounds", "within_s", "warm_up_rounds", "engines"}
-)  # of the settings; the rest decides
-_ALIKE = 1.1  # memory of two machines of one kind differs by what firmware takes
-_MEASURED = 2.0  # what was measured of a machine, such as fsync_ms, is told from this factor on
+)  # settings that do not prevent a comparison; all others do
+_ALIKE = 1.1  # memory of two machines of one kind differs by what the firmware takes
+_MEASURED = 2.0  # measured properties of a machine, such as fsync_ms, count from this factor on
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,9 +539,9 @@ class Difference:
 
     Attributes:
         what: What it is.
-        before: In the first run.
-        after: In the second run.
-        prevents: The numbers are of different things, in spite of the verdicts.
+        before: Its value in the first run.
+        after: Its value in the second run.
+        prevents: Whether it makes the numbers incomparable, in spite of the verdicts.
     """
 
     what: str
@@ -549,10 +559,10 @@ class Beside:
         target: The target's URI.
         phase: "save", "load_cold", "load_warm", "stall", "steps" or "steps_saving".
         engine: The name of the engine.
-        is_limit: It moves raw bytes.
+        is_limit: Whether it moves raw bytes and is a limit for the others.
         before: Seconds of the first run.
         after: Seconds of the second run.
-        found: The second by the first.
+        found: The second run divided by the first.
     """
 
     workload: str
@@ -571,8 +581,8 @@ class Compared:
 
     Attributes:
         differences: What differs between the two runs in addition to the numbers.
-        rows: Each engine in each phase. Empty: the two, or what is left of them, have nothing in common.
-        missing: "only before: ...", "no time measured after: ...", in words.
+        rows: Each engine in each phase. Empty if the two, after the filters, have nothing in common.
+        missing: What could not be compared, in words: "only before: ...", "no time measured after: ...".
     """
 
     differences: tuple[Difference, ...]
@@ -581,7 +591,7 @@ class Compared:
 
     @property
     def slower(self) -> tuple[Beside, ...]:
-        """What a launch script or a CI job would stop for."""
+        """The rows that are slower, without limits: what a CI job would fail for."""
         return tuple(
             row for row in self.rows if row.found.verdict is Verdict.SLOWER and not row.is_limit
         )
@@ -593,8 +603,8 @@ def compare_results(
     """Compare a later result with an earlier one.
 
     Args:
-        before: The earlier one.
-        after: The later one.
+        before: The earlier result.
+        after: The later result.
         only: Glob patterns of engines, workloads or targets; empty: all.
         phases: Names of phases; empty: all.
 
@@ -650,7 +660,7 @@ def _is_asked(names: Sequence[str], only: Sequence[str]) -> bool:
 
 
 def _timed(samples: Sequence[Sample]) -> list[float]:
-    """The seconds that a ratio can be made of: a clock that saw nothing pass has none."""
+    """Return the seconds of samples that can have a ratio."""
     return [one.wall_s for one in samples if one.is_timed]
 
 
@@ -676,7 +686,10 @@ def _side_by_side(
 
 
 def _same_target(before: Result, after: Result) -> tuple[Result, list[Difference]]:
-    """One target of each that the other lacks is held to be the same place, moved; and said to be."""
+    """Treat the targets as the same place if each result has one that the other lacks.
+
+    Return the later result with the old target's name in place of the new one, and a difference for it.
+    """
     old, new = [one.uri for one in before.targets], [one.uri for one in after.targets]
     gone, come = [u for u in old if u not in new], [u for u in new if u not in old]
     if len(gone) != 1 or len(come) != 1:
@@ -700,7 +713,7 @@ def _of_machines(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differe
 
 
 def _factor(old: Any, new: Any) -> float | None:
-    """How far two measured numbers are from each other; None: they are none."""
+    """Return the ratio of two measured numbers, at least 1; None if they are not such numbers."""
     if not isinstance(old, float) or not isinstance(new, float) or min(old, new) <= 0:
         return None
     return max(old, new) / min(old, new)
@@ -709,7 +722,10 @@ def _factor(old: Any, new: Any) -> float | None:
 def _each(
     what: str, old: Mapping[str, Any], new: Mapping[str, Any], *, told: frozenset[str] | None
 ) -> list[Difference]:
-    """Fields that differ. told: those that do not prevent a comparison; None: none does."""
+    """Return the fields that differ.
+
+    ``told``: the fields that do not prevent a comparison; None: no field prevents it.
+    """
     return [
         Difference(
             f"{what} {name.replace('_', ' ')}",
@@ -723,7 +739,11 @@ def _each(
 
 
 def _of_engines(before: Result, after: Result) -> list[Difference]:
-    """What an engine promises and compares costs time; its version is what a comparison is about."""
+    """Return the differences of engines.
+
+    What an engine promises and verifies costs time, so a difference there prevents a comparison. Its
+    version does not: that is usually what a comparison is about.
+    """
     old = {engine.name: engine for engine in before.engines}
     found = []
     for new in after.engines:
@@ -741,7 +761,7 @@ def _of_engines(before: Result, after: Result) -> list[Difference]:
 
 
 def _of_limits(rows: Sequence[Beside]) -> list[Difference]:
-    """The control: raw storage that is faster or slower than it was."""
+    """Return a difference for each limit, the control, that became faster or slower."""
     return [
         Difference(
             f"the limit itself, {_name((row.workload, row.target, row.phase, row.engine))}",

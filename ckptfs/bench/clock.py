@@ -1,10 +1,10 @@
-"""One timed call on all ranks: seconds, CPU, bytes on the wire, memory.
+"""Measure one call on all ranks: seconds, CPU time, bytes on the network, memory.
 
     spent = clock.time(call)      collective: a barrier, the call, a barrier
 
-Inside: the call alone. wall_s is the slowest rank's, cpu_s the sum over all ranks with all their
-threads and the processes that they waited for, memory what the call added to the largest rank.
-A call that fails on one rank is the same error on all of them.
+Only the call is timed. wall_s is the slowest rank's, cpu_s the sum over all ranks with all their threads
+and the processes that they waited for, and memory what the call added to the largest rank. If the call
+fails on one rank, all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _LOOPBACK = "lo"
 
 
 class Group(Protocol):
-    """What measuring needs of the ranks; collective, all of it.
+    """The operations on ranks that measuring needs; all of them are collective.
 
     Attributes:
-        rank: This rank.
-        size: How many ranks.
+        rank: The number of this rank.
+        size: The number of ranks.
     """
 
     rank: int
     size: int
 
     def barrier(self) -> None:
-        """All are here."""
+        """Wait until all ranks have called it."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, on every rank."""
@@ -55,9 +55,9 @@ class Spent:
     Attributes:
         wall_s: Seconds of the slowest rank.
         cpu_s: Seconds of all ranks, threads included.
-        sent_bytes: Bytes sent on the network; None where they could not be measured.
-        received_bytes: Bytes received from the network; None where they could not be measured.
-        peak_memory_bytes: Bytes that the call added to the largest rank's resident memory; None where they
+        sent_bytes: Bytes sent on the network; None if they could not be measured.
+        received_bytes: Bytes received from the network; None if they could not be measured.
+        peak_memory_bytes: Bytes that the call added to the largest rank's resident memory; None if they
             could not be measured.
     """
 
@@ -69,11 +69,11 @@ class Spent:
 
 
 class WireKind(Enum):
-    """Which interfaces carry the bytes.
+    """Which network interfaces carry the bytes.
 
     Attributes:
-        NONE: None.
-        NETWORK: All but the loopback.
+        NONE: No interface.
+        NETWORK: All interfaces but the loopback.
         LOOPBACK: The loopback, which counts both directions as one number.
     """
 
@@ -84,18 +84,18 @@ class WireKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The byte counters of this machine's network interfaces: all programs' traffic is in them.
+    """The byte counters of this machine's network interfaces; they include all programs' traffic.
 
     Attributes:
-        kind: Which interfaces.
-        counts: True on the one process of each machine that reads them.
+        kind: Which interfaces are read.
+        counts: Whether this process reads them; True for one process of each machine.
     """
 
     kind: WireKind = WireKind.NONE
     counts: bool = True
 
     def read(self) -> tuple[int, int] | None:
-        """Return bytes sent and received until now; None where they are not known."""
+        """Return the bytes sent and received until now; None if they are not known."""
         if self.kind is WireKind.NONE or not self.counts:
             return None
         try:
@@ -124,11 +124,11 @@ class _Mine:
 
 
 class Clock:
-    """Times calls of a group.
+    """Measures calls of a group of ranks.
 
     Args:
         group: The ranks.
-        wire: Counts bytes on the network; None: nothing is counted.
+        wire: Counts bytes on the network; None counts nothing.
         memory_from: What peak memory is compared with, "call" or "start"; see ``Baseline``.
     """
 
@@ -139,20 +139,20 @@ class Clock:
         self._wire = wire or Wire()
         self._start_bytes: int | None = None
         if memory_from == "start":
-            gc.collect()  # garbage that goes later would hide what comes
+            gc.collect()  # garbage that is freed later would hide new memory
             self._start_bytes = _restart_peak()
 
     def time(self, call: Callable[[], None]) -> Spent:
         """Measure a call. Collective.
 
         Args:
-            call: What is measured.
+            call: The call to measure.
 
         Returns:
             What it cost.
 
         Raises:
-            CkptfsError: The lowest failed rank's, on every rank.
+            CkptfsError: The error of the lowest failed rank, on every rank.
         """
         gc.collect()
         before_bytes = _restart_peak()
@@ -174,14 +174,14 @@ class Clock:
 
 
 def together(group: Group, call: Callable[[], object]) -> None:
-    """Make a call on all ranks, on no clock. Collective.
+    """Make a call on all ranks without measuring it. Collective.
 
     Args:
         group: The ranks.
-        call: What is called.
+        call: The function to call.
 
     Raises:
-        CkptfsError: The lowest failed rank's, on every rank.
+        CkptfsError: The error of the lowest failed rank, on every rank.
     """
     _raise_first(group.gather(_error_of(call, group.rank)))
 
@@ -219,7 +219,7 @@ def _sum(values: Any) -> int | None:
 
 
 def _plain(raised: BaseException, rank: int) -> CkptfsError:
-    """An error that travels: an exception of another library may not survive pickling."""
+    """Return an error that can be pickled: an exception of another library may not survive that."""
     if isinstance(raised, CkptfsError):
         return raised
     where = traceback.extract_tb(raised.__traceback__)[-1]
@@ -234,7 +234,7 @@ def _cpu_s() -> float:
 
 
 def _restart_peak() -> int | None:
-    """Let the kernel's high-water mark begin at what is resident now; that many bytes."""
+    """Reset the kernel's memory peak to what is resident now; return that in bytes, or None."""
     if sys.platform != "linux":
         return None
     try:

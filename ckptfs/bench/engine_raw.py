@@ -1,16 +1,16 @@
-"""The limits of a storage: as many bytes as the state has, and nothing of a checkpoint.
+"""The limits of a storage: move as many bytes as the state has, without making a checkpoint.
 
-raw on a directory        one file a rank, O_DIRECT from 4 threads, 8 MiB each, fsync; cold reads the same
-                          way into memory that was used before, warm ones from the page cache into the
-                          tensors, read or mapped: whichever was faster in the warm-up round. Where
-                          O_DIRECT is refused (tmpfs), buffered.
-raw on an object store    obstore by itself: one multipart put, ranges of 16 MiB, 8 at once, dropped.
-                          Where it is not installed, or elsewhere: fsspec, objects of 64 MiB, 8 at once.
-raw:direct, raw:buffered  one way each, by two threads of 16 MiB, from memory as large as the state
+raw on a directory        one file per rank, O_DIRECT from 4 threads, 8 MiB each, fsync; cold loads read
+                          the same way into memory that was used before; warm loads read or map the page
+                          cache into the tensors, in the way that was fastest in the warm-up round.
+                          If O_DIRECT is refused (tmpfs), I/O is buffered.
+raw on an object store    obstore by itself: one multipart put; ranges of 16 MiB, 8 at once, discarded.
+                          Without obstore, and on other storages: fsspec, objects of 64 MiB, 8 at once.
+raw:direct, raw:buffered  one way each, by two threads with 16 MiB, from memory as large as the state
 
-``raw`` chooses its way; the other two are for ratios that name it. In those every byte of the state is
-read from, and brought to, memory of its own that was touched before: a limit that moves one buffer again
-and again would be served by the processor's cache.
+``raw`` chooses its way; the other two are for ratios to a known way. They read every byte of the state
+from, and load it into, separate memory that was touched before. A limit that moved one buffer again and
+again would be served from the processor's cache.
 
     raw:direct      save: O_DIRECT, fallocate, fsync     cold load: O_DIRECT, four threads of 8 MiB
     raw:buffered    save: pwrite, fsync                  cold load: preadv into the tensors
@@ -70,26 +70,26 @@ def size_of(state: State) -> int:
 
 
 def parts_of(part: memoryview, size: int) -> Iterator[memoryview]:
-    """Yield ``part`` again and again, until there are ``size`` bytes."""
+    """Yield ``part`` repeatedly, until ``size`` bytes were yielded; the last piece is cut."""
     for start in range(0, size, len(part)):
         yield part[: min(len(part), size - start)]
 
 
 def rounded(size: int) -> int:
-    """The next multiple of a block, at or above ``size``."""
+    """The smallest multiple of a block that is not below ``size``."""
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def write_all(
     write: Callable[[int, memoryview, int], int], fd: int, data: memoryview, at: int
 ) -> None:
-    """Write until nothing is left.
+    """Write all bytes.
 
     Args:
-        write: As ``os.pwrite``; may be short.
+        write: As ``os.pwrite``; it may write only some of the bytes.
         fd: The file.
         data: The bytes.
-        at: Where in the file to begin.
+        at: The offset in the file to begin at.
     """
     while data:
         done = write(fd, data, at)
@@ -101,12 +101,12 @@ def fill(fd: int, buffer: memoryview, at: int, wanted: int) -> None:
 
     Args:
         fd: The file.
-        buffer: What is filled.
-        at: Where in the file to begin.
-        wanted: How many bytes at least.
+        buffer: The buffer to fill.
+        at: The offset in the file to begin at.
+        wanted: The least number of bytes to read.
 
     Raises:
-        EOFError: There are fewer.
+        EOFError: The file has fewer bytes.
     """
     filled = 0
     while filled < wanted:
@@ -117,7 +117,7 @@ def fill(fd: int, buffer: memoryview, at: int, wanted: int) -> None:
 
 
 def noise(size: int) -> memoryview:
-    """Return ``size`` bytes of page-aligned memory full of noise: zeros are cheap for some storages."""
+    """Return ``size`` bytes of page-aligned noise; some storages would handle zeros too cheaply."""
     memory = memoryview(mmap.mmap(-1, size))
     random = torch.Generator().manual_seed(size)
     noise = torch.empty(size // 8, dtype=torch.int64).random_(generator=random)
@@ -132,7 +132,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def takes_direct(directory: str) -> bool:
-    """Whether files below ``directory``, which exists, can be opened past the page cache."""
+    """Whether files in the existing ``directory`` can be opened with O_DIRECT."""
     if not hasattr(os, "O_DIRECT"):
         return False
     path = os.path.join(directory, f"direct-{os.getpid()}")
@@ -159,10 +159,10 @@ _MOST_VIEWS = 1024  # of one preadv: IOV_MAX
 
 
 class Way(Enum):
-    """How bytes pass; the value is what is after the colon.
+    """How the bytes move. The value is the part of the engine's name after the colon.
 
     Attributes:
-        DIRECT: Past the page cache.
+        DIRECT: With O_DIRECT, past the page cache.
         BUFFERED: Through the page cache.
     """
 
@@ -172,22 +172,22 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How many threads move how much at once."""
+    """How many threads move how many bytes each at a time."""
 
     threads: int
     window_bytes: int
 
 
 _MOVES = _Shape(2, 16 << 20)
-_READS_DIRECT = _Shape(4, 8 << 20)  # a disk answers one reader slower than it can
+_READS_DIRECT = _Shape(4, 8 << 20)  # one reader does not use a disk's full speed
 
 
 class BareFile(Driver):
-    """One file of this rank's size, written and read one way.
+    """One file with as many bytes as this rank's state, written and read in one way.
 
     Args:
-        setting: What it works with.
-        way: Which way.
+        setting: The target, the ranks and the durability.
+        way: The way.
     """
 
     def __init__(self, setting: Setting, way: Way) -> None:
@@ -251,7 +251,7 @@ class BareFile(Driver):
 
             def read(start: int) -> None:
                 end = min(start + _READS_DIRECT.window_bytes, len(memory))
-                # The last block is asked for whole, and its read ends with the file.
+                # The read of the last block asks for a whole block, and stops at the end of the file.
                 done = start
                 while done < min(end, size):
                     got = os.preadv(fd, [memory[done:end]], done)
@@ -264,7 +264,7 @@ class BareFile(Driver):
             os.close(fd)
 
     def _bytes_of(self, state: State) -> memoryview:
-        """The state's bytes one after the other, made once, in the round that counts for nobody."""
+        """Return the state's bytes in one piece of memory, made once, in the warm-up round."""
         size = size_of(state)
         if self._memory is None or len(self._memory) != rounded(size):
             memory = memoryview(mmap.mmap(-1, max(1, rounded(size))))
@@ -281,7 +281,7 @@ class BareFile(Driver):
 
 
 def _windows(state: State) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset, tensors' memory from there on), about a window each: small tensors share one read."""
+    """Yield (offset, tensors' memory) by about a window each: small tensors share one read."""
     start = at = 0
     views: list[memoryview] = []
     for tensor in state.values():
@@ -313,7 +313,7 @@ def _read_views(fd: int, at: int, views: list[memoryview]) -> None:
 
 
 def _together(threads: int, one: Callable[[_T], None], all_: Sequence[_T]) -> None:
-    """``one`` of each, by so many threads, this one among them; the first error is raised here."""
+    """Call ``one`` for each item on several threads, this one included; raise the first error."""
     waiting, lock = iter(all_), threading.Lock()
     failed: list[BaseException] = []
 
@@ -321,7 +321,7 @@ def _together(threads: int, one: Callable[[_T], None], all_: Sequence[_T]) -> No
         try:
             while True:
                 with lock:
-                    item = next(waiting)  # StopIteration: nothing is left
+                    item = next(waiting)  # StopIteration ends the loop
                 if failed:
                     return
                 one(item)
@@ -352,14 +352,14 @@ _MAPS = hasattr(mmap, "MAP_POPULATE")
 
 
 def open_raw(setting: Setting, variant: str | None = None) -> Driver:
-    """Return the shortest way to the target that is installed.
+    """Return the driver with the shortest way to the target, of those that are installed.
 
     Args:
-        setting: What it works with.
-        variant: One way alone, see ``BareFile``; None: the default.
+        setting: The target, the ranks and the durability.
+        variant: A fixed way, see ``BareFile``; None: the default.
 
     Raises:
-        StateError: The target takes no O_DIRECT, and that is the way.
+        StateError: The way is O_DIRECT, and the target does not support it.
     """
     if variant is not None:
         return BareFile(setting, Way(variant))
@@ -370,7 +370,7 @@ def open_raw(setting: Setting, variant: str | None = None) -> Driver:
     return RawObstore(setting) if fast else RawFsspec(setting)
 
 
-_Pieces = list[tuple[memoryview, int]]  # memory of a tensor, and where in the file its bytes are
+_Pieces = list[tuple[memoryview, int]]  # memory of a tensor, and its offset in the file
 _Way = Callable[[int, _Pieces], None]
 
 
@@ -405,7 +405,7 @@ def _took_s(way: _Way, fd: int, pieces: _Pieces) -> float:
 
 
 class RawFile(Driver):
-    """One file of this rank's size, for ``setting``."""
+    """One file with as many bytes as this rank's state, for ``setting``."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -433,7 +433,7 @@ class RawFile(Driver):
             os.posix_fallocate(fd, 0, max(1, size))
 
             def write(buffer: memoryview, start: int, end: int) -> None:
-                # The last block is written whole, and cut off below.
+                # The last block is written whole, and truncated below.
                 length = rounded(end - start) if self._direct else end - start
                 write_all(os.pwrite, fd, buffer[:length], start)
 
@@ -455,7 +455,7 @@ class RawFile(Driver):
         try:
 
             def read(buffer: memoryview, start: int, end: int) -> None:
-                # The last block is asked for whole, and its read ends with the file.
+                # The read of the last block asks for a whole block, and stops at the end of the file.
                 length = rounded(end - start) if self._direct else end - start
                 fill(fd, buffer[:length], start, end - start)
 
@@ -464,9 +464,9 @@ class RawFile(Driver):
             os.close(fd)
 
     def _load_warm(self, target: State, at: Attempt) -> None:
-        """Into the tensors: what a load that copies nothing twice would cost.
+        """Read into the tensors, as a load would that copies nothing twice.
 
-        Which way is fastest is the machine's: the first call, in the warm-up round, tries all.
+        The fastest way depends on the machine, so the first call, in the warm-up round, tries all ways.
         """
         views = [bytes_of(local_of(tensor)) for tensor in target.values()]
         ends = accumulate((len(view) for view in views), initial=0)
@@ -478,7 +478,7 @@ class RawFile(Driver):
         fd = os.open(self._path(at), os.O_RDONLY)
         try:
             if self._warm_way is None:
-                # Twice each: the first touches what it is measured on.
+                # Twice each: the first round touches the memory that is measured.
                 tried = [(_took_s(way, fd, pieces), way) for way in _WARM_WAYS * 2]
                 self._warm_way = min(tried, key=lambda one: one[0])[1]
             else:
@@ -511,7 +511,7 @@ class RawObstore(Driver):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         storage = self.home.storage
-        assert isinstance(storage, ObjectStorage)  # noqa: S101 - open_raw looked
+        assert isinstance(storage, ObjectStorage)  # noqa: S101 - open_raw checked it
         assert isinstance(storage.client, ObstoreClient)  # noqa: S101
         self._store = storage.client.library_store(_PART_BYTES)
         self._part = noise(_PART_BYTES)
@@ -587,7 +587,7 @@ class RawFsspec(Driver):
 
     def load(self, target: State, at: Attempt, cached: Cached) -> None:
         def get(path: str, size: int) -> None:
-            # By name: the second argument of s3fs is a version, and half of the range would be lost.
+            # By keyword: the second argument of s3fs is a version, so half of the range would be lost.
             if len(self._filesystem.cat_file(path, start=0, end=size)) != size:
                 raise EOFError(f"{path} is not {size} bytes")
 

@@ -1,6 +1,6 @@
-"""Engines: which take part at a target and why others do not, and what an engine does on one rank.
+"""Engines: which of them take part at a target, why others do not, and their interface on a rank.
 
-    choose(names, place) -> Chosen ...        before anything starts: imports neither torch nor an engine
+    choose(names, place) -> Chosen ...        before anything starts: imports neither torch nor engines
     ready(Chosen, Setting) -> Driver          .about()  .save(state, at)  .load(target, at, cached)
 
     name               on a directory                on an object store, and elsewhere
@@ -9,16 +9,16 @@
     dcp                FileSystemWriter, -Reader     FsspecWriter, FsspecReader
     dcp:t2, dcp:t4     with two, four threads        -
     dcp:fsspec         FsspecWriter, FsspecReader    -
-    torch.save         one file a rank               the same, into fsspec's file
-    safetensors        save_file, load_file          to a local file, then up; down, then from there
+    torch.save         one file per rank             the same, into fsspec's file
+    safetensors        save_file, load_file          by way of a local file
     s3torchconnector   -                             S3StorageWriter, S3StorageReader: S3 only
     torchsnapshot      Snapshot.take, restore        -
     torch_checkpointing  save_sync, load             -
     raw                O_DIRECT, as many bytes       multipart put and ranged get: no checkpoint
     raw:direct, raw:buffered    one way each, two threads of 16 MiB, from memory as large as the state
 
-All of them end a load with the bytes in the tensors that were there before: as a job starts again.
-What stands after a colon, and torchsnapshot and torch_checkpointing, take part only where they are named.
+Every engine loads into tensors that exist already, as a job does when it restarts. Variants (after a
+colon), torchsnapshot and torch_checkpointing take part only if they are named.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Kind:
     """One kind of engine.
 
     Attributes:
-        driver: Where its driver is, "module:factory".
-        needs: What has to be installed.
-        fits: Whether it makes sense at a URI.
-        variants: What may be after a colon; on a directory only, but for clients of ckptfs.
+        driver: The factory of its driver, as "module:factory".
+        needs: Modules that must be installed.
+        fits: Returns whether the engine can work at a URI.
+        variants: What may follow a colon, on a directory only. For ckptfs, clients may follow instead.
     """
 
     driver: str
@@ -104,7 +104,7 @@ ENGINES = {
         "ckptfs.bench.engine_raw:open_raw", fits=_known_to_fsspec, variants=("direct", "buffered")
     ),
 }
-# Who takes part only where it is named: a benchmark is not made longer by what happens to be installed.
+# These take part only if they are named: what happens to be installed should not make a benchmark longer.
 ON_REQUEST = {
     "torchsnapshot": Kind(
         "ckptfs.bench.engines_checkpoint:TorchSnapshot",
@@ -125,7 +125,7 @@ class Chosen:
 
     Attributes:
         name: Its name.
-        variant: A client of ckptfs, or one of ``Kind.variants``; None: none of them.
+        variant: A client of ckptfs, or one of ``Kind.variants``; None: the default.
     """
 
     name: str
@@ -133,19 +133,20 @@ class Chosen:
 
     @property
     def label(self) -> str:
-        """As it was asked for."""
+        """The name with the variant, as the user gives it."""
         return f"{self.name}:{self.variant}" if self.variant else self.name
 
 
 def choose(asked: Sequence[str], place: Uri) -> tuple[list[Chosen], list[str]]:
-    """Choose who takes part at a target. Imports none of them.
+    """Choose the engines that take part at a target. Imports none of them.
 
     Args:
         asked: Names of engines; empty: all that fit and are installed.
         place: The target.
 
     Returns:
-        Those that take part, and notes about why others do not. One that does not fit here is a note.
+        The engines that take part, and notes about why others do not. A named engine that does not fit
+        the target is only a note.
 
     Raises:
         StateError: There is no such engine.
@@ -185,10 +186,10 @@ def _words() -> list[str]:
 
 
 class Cached(Enum):
-    """Where a load finds the files.
+    """Where the files are when a load begins.
 
     Attributes:
-        COLD: On the disk.
+        COLD: On the disk only.
         WARM: In the page cache.
     """
 
@@ -225,24 +226,24 @@ class Attempt:
 
     @property
     def place(self) -> Uri:
-        """Where. What is below it is named with ``/``: a query stands behind the path."""
+        """Its URI. Use ``/`` for names below it, because the path may be followed by a query."""
         return self.home.root / self.name
 
     @property
     def path(self) -> str:
-        """Of a directory. UriError: it is none."""
+        """Its path if it is on a local filesystem; otherwise a UriError is raised."""
         return self.place.local_path
 
     def checkpoint(self, step: int = 1) -> str:
-        """Return the URI of ``step`` of the run that this is, for ckptfs: with credentials and the query."""
+        """Return the URI of ``step`` in this run, for ckptfs, with credentials and query."""
         return (self.place / f"step_{step}").full
 
 
 class Driver(ABC):
-    """One engine on one target, on one rank; its calls are collective.
+    """One engine at one target, on one rank. Its calls are collective.
 
     Args:
-        setting: What it works with.
+        setting: The target, the ranks and the durability.
 
     Attributes:
         home: The target's home.
@@ -254,19 +255,19 @@ class Driver(ABC):
 
     @abstractmethod
     def about(self) -> Engine:
-        """Return who it is and what it promises."""
+        """Return the engine's name, versions and promises."""
 
     @abstractmethod
     def save(self, state: State, at: Attempt) -> None:
-        """Save ``state`` as ``at``; durable as ``about`` says when it returns."""
+        """Save ``state`` as ``at``. On return it is as durable as ``about`` says."""
 
     @abstractmethod
     def load(self, target: State, at: Attempt, cached: Cached) -> None:
-        """Fill ``target`` with what ``save`` wrote as ``at``, from where ``cached`` says."""
+        """Fill ``target`` with what ``save`` wrote as ``at``; ``cached``: where the files are."""
 
 
 def ready(chosen: Chosen, setting: Setting) -> Driver:
-    """Return the driver of ``chosen`` for ``setting``, its libraries imported."""
+    """Return the driver of ``chosen`` for ``setting``, and import its libraries."""
     module, _, name = kind_of(chosen.name).driver.partition(":")
     make: Callable[..., Driver] = getattr(import_module(module), name)
     return make(setting, chosen.variant) if chosen.variant else make(setting)

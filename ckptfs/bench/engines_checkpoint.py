@@ -1,15 +1,15 @@
-"""The engines that make checkpoints: ckptfs, torch's own writers, and what others offer instead of them.
+"""The engines that make checkpoints: ckptfs, torch's own writers, and those of other libraries.
 
     Ckptfs               ckptfs.save, ckptfs.load: a committed, verified checkpoint in a run of its own
     FileSystem, Fsspec   torch.distributed.checkpoint with its own writers
-    S3TorchConnector     the same with s3torchconnector's
-    TorchSave, Safetensors   one file a rank, written whole: no commit, no other rank
+    S3TorchConnector     the same with s3torchconnector's writer and reader
+    TorchSave, Safetensors   one file per rank, written whole: no commit, no coordination of ranks
     TorchSnapshot, TorchCheckpointing   on a directory
 
-On anything but a directory torch.save writes into fsspec's file, and safetensors, which writes to
-paths only, into a local file that is then sent; its load fetches the file first.
+If the target is not a directory, torch.save writes into fsspec's file. safetensors can only write to
+paths, so it writes a local file, which is then sent; its load fetches the file first.
 
-torchsnapshot and torch_checkpointing do not make files survive a power cut by themselves: where saves are
+torchsnapshot and torch_checkpointing do not make files survive a power cut by themselves. If saves have
 to be durable, every file and directory is fsynced after the call, inside the measured time, as a job
 would have to do.
 """
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class _Files(Driver):
-    """One file of each rank below the attempt."""
+    """An engine that writes one file per rank below the attempt."""
 
     ending = ""
 
@@ -57,13 +57,13 @@ class _Files(Driver):
         if not self.home.place.is_local:
             import fsspec
 
-            # Not from fsspec's cache of instances: options of another target would live on in it.
+            # Not from fsspec's cache of instances, which could keep the options of another target.
             options = fsspec_options(self.home) | {"skip_instance_cache": True}
             self.filesystem = fsspec.filesystem(_fsspec_name(self.home.place.protocol), **options)
 
     @property
     def durable(self) -> str:
-        """What a save promises."""
+        """What a save promises, in words."""
         if self.filesystem is not None:
             return "every object's answer"
         return "file and directory fsynced" if self.setting.durable else "no fsync"
@@ -86,7 +86,7 @@ class _Files(Driver):
 
 
 class TorchSave(_Files):
-    """torch.save, torch.load and a copy into the tensors."""
+    """torch.save; torch.load and a copy into the tensors."""
 
     ending = ".pt"
 
@@ -113,7 +113,7 @@ class TorchSave(_Files):
 
 
 class Safetensors(_Files):
-    """save_file, load_file and a copy into the tensors."""
+    """save_file; load_file and a copy into the tensors."""
 
     ending = ".safetensors"
 
@@ -147,13 +147,13 @@ class Safetensors(_Files):
 
 
 def copy_into(target: State, found: Mapping[str, Tensor]) -> None:
-    """Every tensor's bytes into the one of its name."""
+    """Copy every tensor of ``found`` into the tensor of the same name in ``target``."""
     for name, tensor in target.items():
         local_of(tensor).copy_(found[name])
 
 
 def fsync(path: str) -> None:
-    """A file's bytes, or a directory's names, survive a power cut."""
+    """Make a file's bytes, or a directory's names, survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -172,11 +172,11 @@ class Ckptfs(Driver):
     """``ckptfs.save`` and ``ckptfs.load``.
 
     Args:
-        setting: What it works with.
-        client: The library of an object store, by name; None: the default.
+        setting: The target, the ranks and the durability.
+        client: The name of the library for an object store; None: the default.
 
     Attributes:
-        options: The storage_options.
+        options: The storage options.
     """
 
     def __init__(self, setting: Setting, client: str | None = None) -> None:
@@ -199,7 +199,7 @@ class Ckptfs(Driver):
         )
 
     def save(self, state: State, at: Attempt) -> None:
-        # A new run each time: its log, its domain and its probe are made anew, and in the time.
+        # A new run each time: making its log and its domain, and probing, is part of the measured time.
         ckptfs.save(state, at.checkpoint(), storage_options=self.options)
 
     def load(self, target: State, at: Attempt, cached: Cached) -> None:
@@ -217,11 +217,12 @@ _UNVERIFIED = "nothing"
 
 
 def open_dcp(setting: Setting, variant: str | None = None) -> Driver:
-    """Return the writer that torch has for the target.
+    """Return the driver with torch's own writer for the target.
 
     Args:
-        setting: What it works with.
-        variant: "t2" and "t4" are its threads, "fsspec" is FsspecWriter on a directory; None: the default.
+        setting: The target, the ranks and the durability.
+        variant: "t2" or "t4" for two or four threads, "fsspec" for FsspecWriter on a directory; None: the
+            default.
     """
     if variant == "fsspec" or not setting.home.place.is_local:
         return Fsspec(setting, variant)
@@ -229,10 +230,10 @@ def open_dcp(setting: Setting, variant: str | None = None) -> Driver:
 
 
 class FileSystem(Driver):
-    """FileSystemWriter and FileSystemReader with torch's defaults, but for the number of threads.
+    """FileSystemWriter and FileSystemReader with torch's defaults, except for the threads.
 
     Args:
-        setting: What it works with.
+        setting: The target, the ranks and the durability.
         threads: How many threads write.
     """
 
@@ -262,18 +263,18 @@ class Fsspec(Driver):
     """FsspecWriter and FsspecReader over the library that fsspec has for the protocol.
 
     Args:
-        setting: What it works with.
+        setting: The target, the ranks and the durability.
         variant: Shown in the engine's name; None: nothing.
 
     Attributes:
-        options: What fsspec's filesystem gets.
+        options: The options for fsspec's filesystem.
     """
 
     def __init__(self, setting: Setting, variant: str | None = None) -> None:
         super().__init__(setting)
         self._name = f"dcp:{variant}" if variant else "dcp"
         self.options = fsspec_options(self.home)
-        # On an object store every file would cost an os.sync() of this whole machine, and gain nothing.
+        # On an object store each file would cost an os.sync() of the whole machine, for no benefit.
         self._syncs = self.home.place.is_local and setting.durable
 
     def about(self) -> Engine:
@@ -313,10 +314,10 @@ class S3TorchConnector(Driver):
             "AWS_ENDPOINT_URL": endpoint,
             "AWS_PROFILE": options.get("profile"),
         }
-        # It takes credentials and endpoint from the environment only; this process is ours.
+        # It takes credentials and endpoint only from the environment; this process belongs to us.
         os.environ.update({name: str(value) for name, value in told.items() if value})
         self._region = client.get("region_name") or os.environ.get("AWS_REGION") or "us-east-1"
-        # Path style, or it finds no bucket on a server that was named by its address.
+        # Path style: otherwise it finds no bucket on a server that is given by its address.
         self._config = S3ClientConfig(force_path_style=endpoint is not None)
 
     def about(self) -> Engine:
@@ -388,7 +389,7 @@ class TorchSnapshot(_Settled):
     def load(self, target: State, at: Attempt, cached: Cached) -> None:
         from torchsnapshot import Snapshot, StateDict
 
-        # In place: what is restored is what the dictionary holds.
+        # It restores in place, into the tensors of the dictionary.
         Snapshot(at.path).restore({"state": StateDict(**target)})
 
 
@@ -413,5 +414,5 @@ class TorchCheckpointing(_Settled):
         self._settle(at)
 
     def load(self, target: State, at: Attempt, cached: Cached) -> None:
-        # In place: tensors that are there are filled.
+        # It loads in place, into the existing tensors.
         self._manager.load(at.path, {"state": dict(target)})

@@ -1,4 +1,4 @@
-"""What a number was measured on: machine, filesystem, versions. No names of hosts or people."""
+"""Describe what a number was measured on: machine, filesystem, versions. No host or user names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ _SLOW_LOOKUP_S = 0.5
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """The machine, and the disk below ``directory``, which exists and is writable. OSError: it is not."""
+    """Describe this machine and the disk of ``directory``.
+
+    Args:
+        directory: A directory that exists and is writable.
+
+    Returns:
+        The properties of the machine, as JSON values.
+
+    Raises:
+        OSError: ``directory`` does not exist or is not writable.
+    """
     return {
         "cpu": _cpu(),
         "cores": _cores(),
@@ -40,20 +50,20 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def filesystem(directory: Path) -> str:
-    """The type of the mount that holds ``directory``, "unknown" where the system does not tell."""
+    """The type of the mount that holds ``directory``; "unknown" if the system does not say."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
         return "unknown"
     holding = [m for m in mounts if directory.resolve().is_relative_to(_unescaped(m[1]))]
-    # Of mounts on one path the last one is seen.
+    # If several mounts have the same path, the last one is visible.
     return (
         max(enumerate(holding), key=lambda m: (len(m[1][1]), m[0]))[1][2] if holding else "unknown"
     )
 
 
 def available_memory_bytes() -> int | None:
-    """Return the bytes that processes may still take without swapping; None where the system does not say."""
+    """Return the bytes that can be allocated without swapping; None if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -82,7 +92,7 @@ def _cpu() -> str:
 
 
 def _fsync_ms(directory: Path, tries: int = 15) -> float:
-    """The median of writing 4 KiB into a new file and fsyncing it: the unit that commits cost."""
+    """Return the median time to write a file of 4 KiB and fsync it: the unit cost of commits."""
     spent = []
     for _ in range(tries):
         with tempfile.NamedTemporaryFile(dir=directory) as file:
@@ -95,9 +105,9 @@ def _fsync_ms(directory: Path, tries: int = 15) -> float:
 
 
 def _reverse_lookup_s(tries: int = 30) -> float:
-    """The longest of some reverse look-ups of ::1, which c10d makes for every connection.
+    """Return the longest of some reverse look-ups of ::1, which c10d makes for every connection.
 
-    Where ::1 is missing from /etc/hosts a lost DNS packet costs seconds: no checkpoint's fault.
+    If ::1 is missing from /etc/hosts, a lost DNS packet costs seconds, which no engine is to blame for.
     """
     longest = 0.0
     for _ in range(tries):

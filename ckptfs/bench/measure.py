@@ -1,16 +1,16 @@
-"""The measuring itself, as every rank runs it.
+"""The measurements, as every rank runs them.
 
     for each workload: make its tensors
         for each target, round 0 (a warm-up, which does not count), 1, 2, ...
-            for each engine, each round another one first, every second one backwards:
+            for each engine, in an order that changes every round:
                 save                     timed
                 fill the page cache      load_warm, timed      compare
-                empty it, if it can be   load_cold, timed      compare
+                empty it, if possible    load_cold, timed      compare
                 remove the files
 
-Nothing but the call is in the time: no making of data, no comparing, no deleting, no cache handling.
-An engine that fails where its name was not given leaves its target and becomes a note; ckptfs,
-and one that was named, ends the benchmark.
+Only the call is timed: not the making of data, comparing, deleting or cache handling. If an engine fails
+that the user did not name, it leaves that target, with a note. If ckptfs fails, or an engine that the
+user named, the benchmark ends.
 
 The workload ``loop`` is a training loop that is saved while it runs:
 
@@ -21,9 +21,9 @@ The workload ``loop`` is a training loop that is saved while it runs:
     ckptfs   async_save into a held run          dcp   async_save in a thread, FileSystemWriter
     raw      a copy into memory that was touched before: the least that a save of CPU tensors costs
 
-A step multiplies matrices and then changes every tensor of the state, as an optimizer does. The last
-save is waited for outside the clock, and so is one that is still under way when the next is due: that
-wait is part of the next one's stall.
+A step multiplies matrices and then changes every tensor of the state, as an optimizer does. The wait for
+the last save is not timed. If a save is still under way when the next one is due, the wait for it is part
+of the next one's stall.
 """
 
 from __future__ import annotations
@@ -75,18 +75,18 @@ Wait = Callable[[], object]
 
 
 class Looper(ABC):
-    """Saves of one loop; collective."""
+    """An engine's saves in one loop. Its calls are collective."""
 
     @abstractmethod
     def save(self, state: State, step: int) -> Wait:
-        """Save ``state`` as ``step``; returns when the tensors may be changed.
+        """Save ``state`` as ``step``. Returns when the tensors may be changed.
 
         Returns:
-            A function that waits until the save is over.
+            A function that waits until the save has ended.
         """
 
     def close(self) -> None:
-        """The loop is over and its saves were waited for."""
+        """Release resources. Called after the loop, when all its saves have ended."""
 
 
 class _CkptfsLooper(Looper):
@@ -142,13 +142,13 @@ LOOPERS = ("ckptfs", "dcp", "raw")
 
 
 def open_looper(name: str, driver: Driver, at: Attempt, state: State) -> Looper:
-    """Return the saves of an engine in a loop.
+    """Return the ``Looper`` of an engine.
 
     Args:
         name: The engine.
         driver: Its driver.
         at: Where it saves.
-        state: The state that is saved.
+        state: The state to save.
     """
     if name == "raw":
         return _CopyLooper(state)
@@ -156,12 +156,12 @@ def open_looper(name: str, driver: Driver, at: Attempt, state: State) -> Looper:
 
 
 class Looped:
-    """What one round found.
+    """The results of one round of a loop.
 
     Args:
-        alone: The loop alone.
-        saving: The loop with saves.
-        stalls: Every stall of this rank.
+        alone: The cost of the loop alone.
+        saving: The cost of the loop with saves.
+        stalls: All stalls of the round.
 
     Attributes:
         stall_wall_s: The median of the stalls, in seconds.
@@ -176,7 +176,7 @@ class Looped:
 
 
 class _Stalls:
-    """The loop with saves, as one call for the clock."""
+    """The loop with saves, as one call that the clock can measure."""
 
     def __init__(self, looper: Looper, state: State, shape: LoopShape) -> None:
         self._looper, self._state, self._shape = looper, state, shape
@@ -197,20 +197,20 @@ class _Stalls:
 def loop_round(
     clock: Clock, looper: Looper, state: State, shape: LoopShape, setting: Setting
 ) -> Looped:
-    """Run one loop alone and one with saves, one after the other, since they are compared. Collective.
+    """Run one loop alone and, directly after it, one with saves, so that they compare. Collective.
 
     Args:
-        clock: Times them.
-        looper: Saves.
-        state: The state that is saved.
-        shape: The loop.
-        setting: What the engine works with.
+        clock: Measures both.
+        looper: Makes the saves.
+        state: The state to save.
+        shape: The shape of the loop.
+        setting: The target, the ranks and the durability.
 
     Returns:
-        What the round found.
+        The results of the round.
 
     Raises:
-        CkptfsError: The same on every rank: a save failed, also one that did so after the clock stopped.
+        CkptfsError: A save failed, perhaps after the measured time. The same on every rank.
     """
 
     def alone() -> None:
@@ -222,7 +222,7 @@ def loop_round(
     try:
         spent = clock.time(saving.run)
     except CkptfsError:
-        with contextlib.suppress(CkptfsError):  # of the same save, or of one that nobody asks for
+        with contextlib.suppress(CkptfsError):  # the same error, or one that no longer matters
             together(setting.group, saving.wait)
         raise
     together(setting.group, saving.wait)
@@ -247,12 +247,12 @@ Tell = Callable[[Told], None]
 
 
 _OF_A_LOOP: tuple[Phase, ...] = ("stall", "steps", "steps_saving")
-_MAY_STAY = 0.05  # of the pages: a few that are in use somewhere change no cold load
+_MAY_STAY = 0.05  # the share of pages that may stay in memory without changing a cold load
 
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """What one workload is on this rank."""
+    """One workload's tensors on this rank."""
 
     spec: WorkloadSpec
     state: State
@@ -263,12 +263,12 @@ def measure_ranks(asked: Asked, group: TorchGroup, tell: Tell) -> None:
     """Measure everything that ``asked`` names. Collective.
 
     Args:
-        asked: What is to be measured.
+        asked: What to measure.
         group: The ranks.
-        tell: Called with each result, on rank 0 alone.
+        tell: Called with each result, only on rank 0.
 
     Raises:
-        CkptfsError: The same on every rank.
+        CkptfsError: The benchmark failed; the error is the same on every rank.
     """
     say: Tell = tell if group.rank == 0 else lambda _: None
     homes = [Home(target) for target in asked.targets]
@@ -310,14 +310,14 @@ def _made(workload: WorkloadAsked, group: TorchGroup) -> _Moved:
 
 
 class _Ends:
-    """When each workload at each target has to end: those that are left share the time that is left."""
+    """The time limits of workloads at targets: those that are left share the remaining time."""
 
     def __init__(self, asked: Asked) -> None:
         self._left = len(asked.workloads) * len(asked.targets)
         self._end_s = None if asked.within_s is None else time.perf_counter() + asked.within_s
 
     def next_s(self) -> float | None:
-        """Of the next one, on this rank's clock."""
+        """Return when the next one has to end, on this rank's clock; None: no limit."""
         if self._end_s is None:
             return None
         now_s = time.perf_counter()
@@ -330,7 +330,7 @@ class _AtTarget:
     """One workload at one target.
 
     Attributes:
-        ends_s: When the last round should have ended, on this rank's clock; None: it may take long.
+        ends_s: When the last round should have ended, on this rank's clock; None: no limit.
     """
 
     ends_s: float | None = None
@@ -350,7 +350,7 @@ class _AtTarget:
     # -- saves and loads
 
     def run(self) -> None:
-        """All rounds."""
+        """Run all rounds."""
         chosen, notes = choose(self._asked.engines, self._home.place)
         self._note(notes)
         drivers = self._drivers(chosen)
@@ -393,7 +393,10 @@ class _AtTarget:
         self._sample(label, "load_cold" if cached is Cached.COLD else "load_warm", number, spent)
 
     def _evicted(self, at: Attempt) -> bool:
-        """Collective. False: what was evicted is still in memory, so a load would be cold in name only."""
+        """Evict an attempt's files from the page cache. Collective.
+
+        False: too much stayed in memory, so a load would not be cold.
+        """
         stayed = self._group.gather(self._home.evict(at.name))
         if max((one for one in stayed if one is not None), default=0.0) <= _MAY_STAY:
             return True
@@ -404,7 +407,7 @@ class _AtTarget:
         return False
 
     def _check(self, label: str) -> None:
-        """Collective. IntegrityError on all ranks: some tensor is not what was saved."""
+        """Raise IntegrityError on all ranks if a loaded tensor is not as saved. Collective."""
         wrong = self._group.gather(differences(self._moved.state, self._moved.target)[:1])
         names = [name for one in wrong for name in one]
         if names:
@@ -420,7 +423,7 @@ class _AtTarget:
     # -- a training loop
 
     def run_loop(self) -> None:
-        """All rounds of a loop; engines without asynchronous saves have no part in it."""
+        """Run all rounds of a loop. Engines without asynchronous saves take no part."""
         chosen, notes = choose(self._asked.engines, self._home.place)
         self._note(notes)
         quiet = [one.label for one in chosen if one.name not in LOOPERS]
@@ -454,7 +457,7 @@ class _AtTarget:
     # -- both
 
     def _rounds(self) -> Iterator[int]:
-        """The rounds that are measured, warm-ups first: one that counts, and the others while there is time."""
+        """Yield the rounds' numbers, warm-ups first; after round 1, only while there is time."""
         for number in range(1 - self._asked.warm_ups, self._asked.rounds + 1):
             if number > 1 and self._is_late():
                 self._say(
@@ -467,7 +470,7 @@ class _AtTarget:
             self._round_s = time.perf_counter() - began_s
 
     def _is_late(self) -> bool:
-        """Collective. Whether another round would end too late, by the clock of rank 0."""
+        """Whether another round would end too late, by the clock of rank 0. Collective."""
         if self.ends_s is None:
             return False
         late: bool = self._group.gather(time.perf_counter() + self._round_s > self.ends_s)[0]
@@ -490,7 +493,7 @@ class _AtTarget:
         made.append(ready(one, self._setting))
 
     def _leave(self, label: str, error: CkptfsError) -> None:
-        """An engine failed: the end of it here, or of everything."""
+        """Handle an engine's failure: leave it out at this target, or end the benchmark."""
         if label in self._asked.engines or label == "ckptfs":
             raise error
         self._samples = [one for one in self._samples if one.engine != label]
@@ -543,6 +546,9 @@ class _AtTarget:
 
 
 def _turn(labels: list[str], number: int) -> list[str]:
-    """Every round another one first, and every second one backwards: so everybody's neighbour changes."""
+    """Return a round's order: each begins with another engine, every second one runs backwards.
+
+    So the neighbours of each engine change.
+    """
     way = -1 if number % 2 else 1
     return [labels[(number + way * i) % len(labels)] for i in range(len(labels))]

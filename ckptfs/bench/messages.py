@@ -1,11 +1,11 @@
-"""What travels between the process that starts a benchmark and its ranks: the request, then the findings. Pure.
+"""The messages between the process that starts a benchmark and its ranks. Pure.
 
-    Asked(targets, workloads, engines, rounds, ...)     encode_asked -> text -> decode_asked
-    Told = one of workload, target, engine, sample, note, progress      a line of JSON each
-    Gathered.take(told)  ...  Gathered.result(...)                      -> Result
+    ``Asked(targets, workloads, engines, rounds, ...)``     encode_asked -> text -> decode_asked
+    ``Told``: a workload, target, engine, sample, note or progress      a line of JSON each
+    ``Gathered.take(told)``  ...  ``Gathered.result(...)``              -> Result
 
-A request holds storage options, and with them perhaps secrets: it goes through a pipe to processes of
-our own and is stored nowhere. ``settings_of`` is what a result may tell of it.
+A request holds storage options, which may contain secrets. It goes through a pipe to our own processes
+and is stored nowhere. ``settings_of`` returns the part of it that a result may show.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ __all__ = [
     "settings_of",
 ]
 
-# What memory a call is charged with: what it added to what the process held before it, or all that
-# came since the state was made and the engines' modules were imported (pools, caches, lazy imports).
+# The memory that a call is charged with: what it added to the memory before the call, or everything that
+# was added since the state was made and the engines' modules imported (pools, caches, lazy imports).
 Baseline = Literal["call", "start"]
 _MOVED: tuple[Phase, ...] = ("save", "load_warm", "load_cold")
 
 
 @dataclass(frozen=True, slots=True)
 class TargetAsked:
-    """A place, and the directory or prefix of its own that everything is written below.
+    """A place to measure, and the new directory or prefix in it that everything is written below.
 
     Attributes:
-        uri: As it was given, with credentials.
-        home: The name below it, which is used by no other program.
-        storage_options: What fsspec's filesystem of that protocol takes.
+        uri: The URI as it was given, with credentials.
+        home: The name of the directory or prefix; no other program uses it.
+        storage_options: Options for fsspec's filesystem of that protocol.
     """
 
     uri: str = field(repr=False)
@@ -57,23 +57,23 @@ class TargetAsked:
 
     @property
     def place(self) -> Uri:
-        """Where, parsed."""
+        """The parsed URI."""
         return Uri.parse(self.uri)
 
     @property
     def root(self) -> Uri:
-        """The home."""
+        """The URI of the home."""
         return self.place / self.home
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadAsked:
-    """One kind of state, by parameters or bytes; its default size without both.
+    """A kind of state and its size, by parameters or bytes; without both it has its default size.
 
     Attributes:
-        kind: Which kind.
-        params: How many parameters; None: not by parameters.
-        size_bytes: How many bytes; None: not by bytes.
+        kind: The kind.
+        params: The number of parameters; None: not by parameters.
+        size_bytes: The size in bytes; None: not by bytes.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class WorkloadAsked:
     size_bytes: int | None = None
 
     def made(self) -> WorkloadSpec:
-        """Return its tensors.
+        """Return its specification.
 
         Raises:
             StateError: See ``make_workload``.
@@ -94,8 +94,8 @@ class LoopShape:
     """The training loop: a save after every ``every``-th step but the last.
 
     Attributes:
-        steps: How many steps.
-        every: How many steps between two saves.
+        steps: The number of steps.
+        every: The number of steps between two saves.
     """
 
     steps: int = 20
@@ -104,23 +104,24 @@ class LoopShape:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is to be measured.
+    """What to measure.
 
     Attributes:
-        targets: Where.
-        workloads: Which states.
-        engines: Names of engines; () takes all that are installed and fit.
+        targets: The places.
+        workloads: The states.
+        engines: Names of engines; empty: all that are installed and fit.
         rounds: How many rounds count.
-        within_s: No round begins that would end later than so many seconds after the first began, over all
-            targets and workloads; one round counts in any case. None: all rounds, however long they take.
-        ranks: How many processes.
+        within_s: A time limit in seconds from the start, for all targets and workloads together. No round
+            begins that would end later, but one round always counts. None: all rounds, however long they
+            take.
+        ranks: The number of processes.
         durable: Whether writers that have the choice make files survive a power cut.
-        keep: Leave what the last round wrote.
+        keep: Whether to leave what the last round wrote.
         loop: The training loop of the workload "loop".
         warm_ups: How many rounds come first and do not count.
-        phases: Those of saves and loads that are measured; what is loaded has to be saved in any case.
-        memory_from: What peak memory is compared with: that before the "call", or that at the "start" of the
-            process.
+        phases: The phases of saves and loads to measure. The save is always made, because loads need it.
+        memory_from: What peak memory is compared with: the memory before the "call", or at the "start" of
+            the process.
     """
 
     targets: tuple[TargetAsked, ...]
@@ -141,16 +142,16 @@ def encode_asked(asked: Asked) -> str:
     """Return one line of JSON.
 
     Args:
-        asked: The value.
+        asked: The request.
 
     Raises:
-        TypeError: Storage options that JSON does not know.
+        TypeError: A storage option has a type that JSON does not have.
     """
     return json.dumps(asdict(asked))
 
 
 def decode_asked(text: str) -> Asked:
-    """Return the value that ``encode_asked`` made ``text`` of."""
+    """Return the request that ``encode_asked`` encoded as ``text``."""
     record = json.loads(text)
     targets = tuple(TargetAsked(**one) for one in record.pop("targets"))
     workloads = tuple(WorkloadAsked(**one) for one in record.pop("workloads"))
@@ -160,7 +161,7 @@ def decode_asked(text: str) -> Asked:
 
 
 def settings_of(asked: Asked) -> dict[str, Any]:
-    """Return what of ``asked`` changes the numbers, without places and options."""
+    """Return the settings of ``asked`` that change the numbers; no places, no values of options."""
     found: dict[str, Any] = {
         "ranks": asked.ranks,
         "rounds": asked.rounds,
@@ -182,10 +183,10 @@ def settings_of(asked: Asked) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is under way, for a person.
+    """What is under way, for people.
 
     Attributes:
-        text: In words.
+        text: A text.
     """
 
     text: str
@@ -198,14 +199,14 @@ _KINDS: Mapping[str, type[Any]] = {
 
 
 def encode_told(told: Told) -> str:
-    """Return one line of JSON, of ``told``."""
+    """Return ``told`` as one line of JSON."""
     if isinstance(told, str):
         return json.dumps({"kind": "note", "text": told})
     return json.dumps({"kind": type(told).__name__, "value": asdict(told)})
 
 
 def decode_told(record: Mapping[str, Any]) -> Told:
-    """Return the value that ``encode_told`` made ``record`` of."""
+    """Return the message that ``encode_told`` encoded as ``record``."""
     if record["kind"] == "note":
         return str(record["text"])
     found: Told = _KINDS[record["kind"]](**record["value"])
@@ -214,14 +215,14 @@ def decode_told(record: Mapping[str, Any]) -> Told:
 
 @dataclass
 class Gathered:
-    """Everything that was reported until now.
+    """Everything that was reported so far.
 
     Attributes:
         workloads: The states.
         targets: The places.
         engines: The engines.
-        samples: One for each call that was measured.
-        notes: What else was noticed.
+        samples: One for each measured call.
+        notes: Other observations.
     """
 
     workloads: list[Workload] = field(default_factory=list)
@@ -231,7 +232,7 @@ class Gathered:
     notes: list[str] = field(default_factory=list)
 
     def take(self, told: Told) -> None:
-        """Add ``told``; what was there before counts once."""
+        """Add ``told``. Equal workloads, targets and notes are kept once."""
         if isinstance(told, Sample):
             self.samples.append(told)
         elif isinstance(told, Workload):
@@ -252,14 +253,14 @@ class Gathered:
         versions: Mapping[str, str],
         settings: Mapping[str, Any],
     ) -> Result:
-        """Return the whole.
+        """Return the result.
 
         Args:
-            date: ISO 8601, UTC.
-            command: The command, credentials masked.
-            machine: What is known of the machine.
-            versions: Of the packages.
-            settings: What changes the numbers.
+            date: The date, in ISO 8601, UTC.
+            command: The command, with credentials masked.
+            machine: Properties of the machine.
+            versions: Versions of packages.
+            settings: The settings that change the numbers.
         """
         return Result(
             what="saves and loads of one state by each engine in turn, at each target",
@@ -282,7 +283,7 @@ def _once(found: list[Any], one: Any) -> None:
 
 
 def _merged(told: Sequence[Engine]) -> list[Engine]:
-    """One entry per name: an engine promises other things on a directory than on an object store."""
+    """Return one engine per name, because engines promise different things at different targets."""
     found: dict[str, Engine] = {}
     for one in told:
         before = found.get(one.name)

@@ -1,4 +1,4 @@
-"""A result as plots: what was moved how fast, at which cost, and how far apart the rounds were.
+"""A result as plots: throughput, costs, and the spread of the rounds.
 
     plots_of(result)     one Plot per metric and workload that has samples: PNG, SVG, words
       throughput         GB/s of save, cold and warm load
@@ -6,14 +6,14 @@
       memory             what a call added to the largest rank's memory
       training           the stall of an asynchronous save, and the loop with and without it
 
-A row of panels per target, a column per phase, a bar per engine: its length is the median, the thick
-line holds the middle half of the rounds, the thin one all of them. Limits are grey and hatched. Each
-panel has an axis of its own that begins at zero. The colours are Okabe and Ito's, which the colour
-blind tell apart; every bar has its name and its number besides.
+There is a row of panels per target, a column per phase, and a bar per engine. The length of a bar is the
+median; the thick line spans the middle half of the rounds, the thin one all of them. Limits are grey and
+hatched. Each panel has its own axis, which begins at zero. The colours are those of Okabe and Ito, which
+colour-blind people can distinguish; every bar also has its name and its number.
 
-matplotlib is imported here alone, without pyplot: no window, no global state but its settings, which
-are put back. ``INK`` and ``FAINT`` are the only colours of lines and letters, so that a page with a
-dark background can put others in their place.
+Only this module imports matplotlib, and without pyplot: no window, and no global state except its
+settings, which are restored. ``INK`` and ``FAINT`` are the only colours of lines and letters, so that a
+page with a dark background can replace them.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ _SETTINGS: dict[Any, Any] = {
     "ytick.color": INK,
     "hatch.color": "#ffffff",
     "hatch.linewidth": 0.8,
-    "text.parse_math": False,  # a name with a dollar sign is a name, no formula
+    "text.parse_math": False,  # a name with a dollar sign is not a formula
     "text.usetex": False,  # whatever the user's own settings say
     "axes.formatter.use_mathtext": False,
-    "svg.fonttype": "none",  # letters stay letters: to be found, read aloud, and small
+    "svg.fonttype": "none",  # text stays text: small, and it can be searched and read aloud
     "svg.hashsalt": "ckptfs",  # the same file for the same result
 }
-_WIDTH_IN, _BAR_IN, _HEAD_IN = 9.6, 0.27, 0.62  # of a figure, a bar, what is around a panel
+_WIDTH_IN, _BAR_IN, _HEAD_IN = 9.6, 0.27, 0.62  # a figure, a bar, the space around a panel
 _DOTS_PER_INCH = 150
 _LEGEND = (
     "bar: median; thick line: middle half of the rounds; thin line: all of them; hatched: a limit"
 )
-_LEAST = 1e-9  # of any unit: below it there is nothing to draw, and an axis could not be made
-_LONGEST = 90  # letters of a target in a title
+_LEAST = 1e-9  # in any unit: below it there is nothing to draw, and no axis could be made
+_LONGEST = 90  # characters of a target in a title
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Plot:
     """One figure.
 
     Attributes:
-        name: Of its files, without an ending.
+        name: The name of its files, without a suffix.
         metric: What it shows.
-        workload: Of which workload.
+        workload: The workload that it is about.
         title: Its title.
-        told: The same in words.
+        told: Its content in words.
         png: The PNG file's bytes.
         svg: The SVG file's text.
     """
@@ -89,7 +89,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class _Metric:
-    """What a figure shows. units: (name, one of it) from the smallest; the largest that fits is taken."""
+    """What a figure shows. units: (name, size), smallest first; the largest that fits is used."""
 
     name: str
     title: str
@@ -137,7 +137,7 @@ _METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class _Sheet:
-    """Everything that one figure shows; cells: by target, phase, engine."""
+    """Everything that one figure shows. cells: the values, by target, phase and engine."""
 
     metric: _Metric
     workload: str
@@ -151,7 +151,7 @@ class _Sheet:
 
 
 def plots_of(result: Result) -> tuple[Plot, ...]:
-    """Every figure that the samples allow.
+    """Every figure that the samples of a result allow.
 
     Args:
         result: The result.
@@ -169,7 +169,7 @@ def plots_of(result: Result) -> tuple[Plot, ...]:
     colours = _colours(result)
     rows = rows_of(result)
     with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
-        # A letter that no font has is a box in the PNG, and itself in the SVG.
+        # A character that no font has becomes a box in the PNG; in the SVG it stays text.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         plots = tuple(
             _drawn(sheet, _titles(result), colours)
@@ -181,7 +181,7 @@ def plots_of(result: Result) -> tuple[Plot, ...]:
 
 
 def _apart(plots: Sequence[Plot]) -> Iterator[Plot]:
-    """Workloads whose names differ in letters that no file has: one must not replace the other."""
+    """Give plots different file names, even if workloads differ only in replaced characters."""
     taken: set[str] = set()
     for plot in plots:
         name, number = plot.name, 2
@@ -192,7 +192,7 @@ def _apart(plots: Sequence[Plot]) -> Iterator[Plot]:
 
 
 def _colours(result: Result) -> dict[str, str]:
-    """One colour per engine, in all figures."""
+    """Return one colour per engine, for all figures."""
     names = [engine.name for engine in result.engines if not engine.is_limit]
     return {name: _COLOURS[n % len(_COLOURS)] for n, name in enumerate(names)}
 
@@ -210,12 +210,12 @@ def _shortened(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """A control character would make an SVG that nobody can open."""
+    """Replace unprintable characters: a control character would make the SVG invalid."""
     return "".join(one if one.isprintable() else "\ufffd" for one in text)
 
 
 def _sheet(metric: _Metric, workload: str, rows: Sequence[Row]) -> _Sheet | None:
-    """None where nothing of it was measured."""
+    """Return what a figure shows; None if nothing of it was measured."""
     told = [row for row in rows if row.workload == workload and row.phase in metric.phases]
     cells: dict[tuple[str, str, str], Spread] = {
         (row.target, row.phase, row.engine): values
@@ -268,7 +268,7 @@ def _drawn(sheet: _Sheet, titles: dict[str, str], colours: dict[str, str]) -> Pl
     )
     figure.supxlabel(_LEGEND, x=0.012, ha="left", fontsize=7.5)
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # everything has its place: two files need not find it again
+    figure.set_layout_engine("none")  # the layout is done: it is not repeated for each file
     name = f"{sheet.metric.name}-{re.sub(r'[^A-Za-z0-9._-]+', '-', sheet.workload)}"
     return Plot(
         name,
@@ -323,7 +323,7 @@ def _panel(axis: Axes, sheet: _Sheet, target: str, phase: str, colours: dict[str
 
 
 def _in_words(sheet: _Sheet, titles: dict[str, str]) -> str:
-    """The alternative text: every median of the figure."""
+    """Return the alternative text of a figure, with all its medians."""
     told = []
     for target in sheet.targets:
         for phase in sheet.phases:
@@ -340,7 +340,7 @@ def _in_words(sheet: _Sheet, titles: dict[str, str]) -> str:
 
 
 def _bytes(figure: Figure, ending: str, **settings: Any) -> bytes:
-    # Without a date: the same result gives the same file.
+    # Without a date, so that the same result gives the same file.
     nothing = {"Date": None} if ending == "svg" else {}
     made = io.BytesIO()
     figure.savefig(made, format=ending, metadata=nothing, **settings)

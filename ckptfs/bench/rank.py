@@ -1,9 +1,10 @@
-"""One rank: the group that it is in, and the program that ``run`` starts for it.
+"""One rank of a benchmark: its group, and the program that ``run`` starts for it.
 
-    in    {"rank", "ranks", "port", "line", "asked"}      port null: this one hosts the store
-    out   {"port"}  {"kind", ...} of messages  {"done"} or {"failed"}       rank 0 alone sends findings
+    in    {"rank", "ranks", "port", "line", "asked"}      port null: this rank hosts the store
+    out   {"port"}  {"kind", ...} of messages  {"done"} or {"failed"}       only rank 0 sends findings
 
-Standard input stays open as long as the process that started this one; when it ends, this ends.
+Standard input stays open as long as the process that started this one lives. When it closes, this
+process ends.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from ckptfs.uri import mask_credentials
 __all__ = ["TorchGroup", "hosted_store", "joined_group", "main"]
 
 _HOST = "127.0.0.1"
-_TIMEOUT = timedelta(minutes=30)  # a slow storage is what is measured
+_TIMEOUT = timedelta(minutes=30)  # long, because the storage to measure may be slow
 
 
 class TorchGroup:
-    """All ranks, as ``clock.Group``; the default group is left to the engines.
+    """All ranks, as ``clock.Group``, in a group of its own; the engines use the default group.
 
-    An engine that saves in a thread runs its collectives there: on one group they would be mixed up with the
-    barriers around the clock, and both would wait without end.
+    An engine that saves in a thread runs its collectives there. In one group they would be mixed up with
+    the barriers around the clock, and both would wait forever.
 
     Attributes:
-        rank: This rank.
-        size: How many ranks.
+        rank: The number of this rank.
+        size: The number of ranks.
     """
 
     def __init__(self) -> None:
@@ -44,11 +45,11 @@ class TorchGroup:
 
     @property
     def is_first_of_node(self) -> bool:
-        """True on one process of each machine."""
+        """Whether this is the first process of its machine."""
         return int(os.environ.get("LOCAL_RANK", self.rank)) == 0
 
     def barrier(self) -> None:
-        """All are here."""
+        """Wait until all ranks have called it."""
         if self.size > 1:
             dist.barrier(group=self._group)
 
@@ -62,21 +63,19 @@ class TorchGroup:
 
 
 def hosted_store(port: int | None) -> Any:
-    """Return the store that the ranks meet at, at ``port``; None hosts it here, at a port of the system's
-    choice.
-    """
+    """Return the store that the ranks meet at, on ``port``; None hosts it here, on a free port."""
     return dist.TCPStore(
         _HOST, port or 0, is_master=port is None, wait_for_workers=False, timeout=_TIMEOUT
     )
 
 
 def joined_group(rank: int = -1, ranks: int = -1, store: Any = None) -> TorchGroup:
-    """Return a member of the group.
+    """Return this rank's member of the group, after the process group was initialised.
 
     Args:
-        rank: This rank, with ``store``.
-        ranks: How many ranks, with ``store``.
-        store: Where they meet; None: as torchrun's environment describes.
+        rank: The number of this rank; needed with ``store``.
+        ranks: The number of ranks; needed with ``store``.
+        store: The store that the ranks meet at; None: as torchrun's environment describes.
     """
     if store is None:
         dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -86,7 +85,7 @@ def joined_group(rank: int = -1, ranks: int = -1, store: Any = None) -> TorchGro
 
 
 def main() -> None:
-    """Measure as ordered; ends the process."""
+    """Measure as standard input orders. Ends the process."""
     orders = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     line = os.fdopen(orders["line"], "w", buffering=1)
@@ -99,14 +98,14 @@ def main() -> None:
         _measure(orders, tell)
     except CkptfsError as error:
         tell(json.dumps({"failed": failed_document(error)}))
-        os._exit(1)  # threads of libraries may wait for ranks that are gone
+        os._exit(1)  # threads of libraries may still wait for dead ranks
     tell(json.dumps({"done": True}))
     line.close()
     os._exit(0)
 
 
 def _measure(orders: dict[str, Any], tell: Any) -> None:
-    # Imported here: an order to measure nothing should not cost the import of torch.
+    # Imported here, so that the import of torch is not paid before the orders are read.
     from ckptfs.bench.measure import measure_ranks
 
     store = hosted_store(orders["port"])
@@ -118,7 +117,7 @@ def _measure(orders: dict[str, Any], tell: Any) -> None:
 
 
 def failed_document(error: CkptfsError) -> dict[str, Any]:
-    """The error as JSON values, without credentials."""
+    """Return the error as JSON values, without credentials."""
     return {
         "type": type(error).__name__,
         "message": mask_credentials(error.message),

@@ -1,14 +1,14 @@
-"""``bench report``: plots as PNG and SVG, and one HTML page with all of them inside.
+"""``bench report``: plots as PNG and SVG, and one HTML page that contains all of them.
 
-    DIR/index.html                       by itself: no script, nothing fetched, no other file needed
+    DIR/index.html                       self-contained: no script, nothing fetched, no other file needed
     DIR/NAME-throughput-WORKLOAD.png     and .svg, for slides and other pages
 
-``report.html.j2`` is the page; this module says what is in it. The page forbids the browser to load anything
-(Content-Security-Policy), so it can be mailed, archived and opened anywhere. It follows the reader's dark or light
-colours, it prints, and a screen reader can read it: the tables have all numbers, and every plot has its own as an
-alternative text.
+``report.html.j2`` is the template of the page; this module provides its content. The page forbids the
+browser to load anything (Content-Security-Policy), so it can be mailed, archived and opened anywhere. It
+follows the reader's dark or light colours, can be printed, and works with a screen reader: the tables
+have all numbers, and every plot has its numbers as alternative text.
 
-Files of an earlier report with the same names are replaced, each atomically; nothing else is touched.
+Files of an earlier report with the same names are replaced, each atomically. No other file is changed.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Cell:
 
     Attributes:
         text: Its text.
-        below: What belongs to it, smaller and below.
-        remark: A sentence, below both.
+        below: An addition, shown smaller and below it.
+        remark: A sentence below both.
     """
 
     text: str
@@ -90,8 +90,10 @@ NOTHING = Cell("-")
 
 @dataclass(frozen=True, slots=True)
 class _TableView:
-    """A table of the page. numbers: the columns that are aligned right. is_grouped: rows with the same first cell
-    share it.
+    """A table of the page.
+
+    numbers: the columns that are aligned right. is_grouped: whether rows with the same first cell share
+    it.
     """
 
     caption: str
@@ -102,7 +104,7 @@ class _TableView:
 
     @property
     def groups(self) -> list[list[list[Cell]]]:
-        """The rows, those that share their first cell together."""
+        """The rows in groups; rows that share their first cell are one group."""
         made = [
             [cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in self.rows
         ]
@@ -111,7 +113,7 @@ class _TableView:
 
 
 def spread_cell(values: Spread | None) -> Cell:
-    """The median of ``values``; below it the least and the largest."""
+    """Return a cell with the median of ``values``, and below it the least and the largest."""
     if values is None:
         return NOTHING
     least, most = number_text(values.least), number_text(values.most)
@@ -119,7 +121,13 @@ def spread_cell(values: Spread | None) -> Cell:
 
 
 def ratio_cell(found: Comparison | None) -> Cell:
-    """The ratio of ``found`` and its verdict; below them the interval, and what a verdict would take."""
+    """Return a cell with a ratio and its verdict, and below them the interval.
+
+    Without a verdict, the number of rounds that it needs follows the interval.
+
+    Args:
+        found: The comparison; None makes a cell with "-".
+    """
     if found is None:
         return NOTHING
     interval = f"{found.low:.2f} to {found.high:.2f}"
@@ -130,7 +138,7 @@ def ratio_cell(found: Comparison | None) -> Cell:
 
 
 def limit_cell(found: Comparison | None) -> Cell:
-    """The comparison ``found`` with a limit; where that was passed, a sentence says what it is worth."""
+    """Return a cell for the comparison ``found`` with a limit; a remark if the limit was passed."""
     cell = ratio_cell(found)
     return cell if found is None else replace(cell, remark=limit_text(found))
 
@@ -140,10 +148,10 @@ def limit_cell(found: Comparison | None) -> Cell:
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """One result, and what was drawn of it.
+    """One result and its plots.
 
     Attributes:
-        name: Of its file.
+        name: The name of its file.
         result: The result.
         plots: The figures.
     """
@@ -155,7 +163,7 @@ class Chapter:
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """A plot inside the page. svg: markup, which the page takes as it is."""
+    """A plot inside the page. svg: markup that the page includes without escaping."""
 
     svg: str
     caption: str
@@ -163,7 +171,7 @@ class _Figure:
 
 @dataclass(frozen=True, slots=True)
 class _WorkloadSection:
-    """What the page says about one workload. numbers: a table for each target."""
+    """The section of the page on one workload. numbers: a table for each target."""
 
     name: str
     description: str
@@ -175,7 +183,7 @@ class _WorkloadSection:
 
 @dataclass(frozen=True, slots=True)
 class _ChapterView:
-    """What the page says about one result, as its template reads it."""
+    """The chapter of the page on one result, as the template reads it."""
 
     name: str
     what: str
@@ -195,7 +203,7 @@ class _ChapterView:
 
 
 def page(chapters: Sequence[Chapter]) -> str:
-    """The whole file, with these ``chapters``.
+    """The text of the whole page with ``chapters``.
 
     Raises:
         MissingDriverError: jinja2 is not installed.
@@ -253,7 +261,7 @@ def _chapter(number: int, one: Chapter) -> _ChapterView:
 
 
 def _summary(rows: Sequence[Row]) -> _TableView | None:
-    """ckptfs, the fastest of the others, and the limit: what most readers came for."""
+    """Return the summary table: ckptfs, the fastest other engine, and the limit; None if empty."""
     lines: list[tuple[Cell | str, ...]] = []
     moved = [row for row in rows if row.phase in MOVING]
     for place in dict.fromkeys((row.workload, row.target, row.phase) for row in moved):
@@ -329,10 +337,10 @@ def _figure(prefix: str, plot: Plot) -> _Figure:
 
 
 def _inline(plot: Plot, prefix: str) -> str:
-    """The SVG as markup of the page: its own ids, the reader's colours, its words for a screen reader."""
+    """Return the SVG as markup for the page: unique ids, reader's colours, an alternative text."""
     svg = plot.svg[plot.svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<[^>]*>", lambda tag: _tag(tag[0], prefix), svg)  # names between tags stay
+    svg = re.sub(r"<[^>]*>", lambda tag: _tag(tag[0], prefix), svg)  # text between tags stays
     svg = re.sub(r'\s(?:width|height)="[\d.]+pt"', "", svg, count=2)
     label = escape(plot.told, quote=True)
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1).strip()
@@ -381,7 +389,7 @@ def _numbers(caption: str, rows: Sequence[Row]) -> _TableView:
 
 
 def _named(cell: Cell, limit: str) -> Cell:
-    """Where rows have different limits, each says which."""
+    """Add the name of the limit to a cell; used if rows have different limits."""
     return (
         replace(cell, below=f"{cell.below}, of {limit}") if limit and cell is not NOTHING else cell
     )
@@ -430,12 +438,12 @@ def _value(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was written.
+    """The files of a report.
 
     Attributes:
         page: The path of the page.
         plots: The paths of all PNG and SVG files.
-        results: The files that it was made of.
+        results: The result files that it was made from.
     """
 
     page: str
@@ -444,18 +452,18 @@ class Report:
 
 
 def write_report(files: Sequence[str | Path], out: str | Path) -> Report:
-    """Write a report of result files, a chapter each.
+    """Write a report with a chapter for each result file.
 
     Args:
         files: The result files.
-        out: A directory, which is made where it is missing.
+        out: A directory; it is made if it does not exist.
 
     Returns:
         What was written.
 
     Raises:
-        NotFoundError: A file is not there; nothing was written.
-        ManifestError: A file is no result; nothing was written.
+        NotFoundError: A file does not exist; nothing was written.
+        ManifestError: A file is not a result; nothing was written.
         MissingDriverError: matplotlib or jinja2 is not installed; nothing was written.
         AccessError: The directory may not be written.
         NoSpaceError: The disk is full.
@@ -481,7 +489,7 @@ def write_report(files: Sequence[str | Path], out: str | Path) -> Report:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """The files' names without endings; two that are alike get a number."""
+    """Return the files' names without suffixes; names that occur again get a number."""
     found: list[str] = []
     for file in files:
         name, number = file.stem, 2

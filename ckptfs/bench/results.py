@@ -1,20 +1,21 @@
 """A benchmark's result: every single measurement, and what it was measured on.
 
     Result
-      machine  versions  date  command  settings        without them a number means nothing
-      workloads  targets  engines                       what was moved, where, and by whom
+      machine  versions  date  command  settings        without these a number means nothing
+      workloads  targets  engines                       what was moved, where, and by which engine
       samples    one call each: engine, workload, target, phase, round, seconds, bytes, CPU, memory
-      notes      what was cached, what could not be had
+      notes      what was cached, what could not be measured
 
-Medians and verdicts are not stored: ``analysis`` makes them of the samples, so that two files can be
-held side by side. The file is JSON; unknown fields are ignored, a newer ``schema`` is refused. So is
-every value that no clock measured: a page of wrong numbers, or a traceback, would be worse than an error.
+Medians and verdicts are not stored: ``analysis`` computes them from the samples, so that two files can be
+compared. The file is JSON; unknown fields are ignored, and a newer ``schema`` is refused. Values that no
+clock can have measured are refused too: an error is better than a page of wrong numbers or a traceback.
 
-    read_result(path)            decoded, or an error that names the file
-    try_place(path)              an error now rather than after the measuring
-    write_result(path, result)   directories are made; a file that was there is replaced as a whole
+    read_result(path)            decodes it, or raises an error that names the file
+    try_place(path)              raises an error before the measurements rather than after them
+    write_result(path, result)   makes directories; replaces an existing file atomically
 
-In words, three digits of a number are what a benchmark can carry; seconds below one are given in milliseconds.
+Texts give numbers with three digits, which is all that a benchmark can support, and times below one
+second in milliseconds.
 """
 
 from __future__ import annotations
@@ -61,29 +62,29 @@ __all__ = [
 ]
 
 SCHEMA = 1
-_SHORTEST_S, _LONGEST_S = 1e-12, 1e9  # a rate or a ratio of others would overflow
-_ROUNDED_S = 1e-3  # CPU seconds are a difference of sums: nothing may be a little less than nothing
+_SHORTEST_S, _LONGEST_S = 1e-12, 1e9  # with other values a rate or a ratio could overflow
+_ROUNDED_S = 1e-3  # CPU seconds are a difference of sums: zero may come out slightly negative
 Seconds = Annotated[float, msgspec.Meta(ge=-_ROUNDED_S, le=_LONGEST_S)]
 
-# save, load: one call, nothing else to do. steps: the training loop alone; steps_saving: the same
-# loop with asynchronous saves; stall: how long one of its saves held it. load_cold: the page cache
-# was emptied of the files before; load_warm: they had just been written or read.
+# save, load: one call and nothing else. steps: the training loop alone; steps_saving: the same loop with
+# asynchronous saves; stall: how long one of its saves blocked it. load_cold: the files were evicted from
+# the page cache before; load_warm: they had just been written or read.
 Phase = Literal["save", "load_cold", "load_warm", "stall", "steps", "steps_saving"]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What was moved.
+    """A state that was moved.
 
     Attributes:
         name: Its name.
-        tensors: How many tensors, of all ranks together.
+        tensors: The number of tensors, of all ranks together.
         size_bytes: Bytes of all ranks together.
-        told: What it is, in words.
-        least_tensor_bytes: Bytes of its smallest tensor; None where they were not recorded.
-        half_tensor_bytes: Half of all bytes are in tensors of up to so many bytes; None where they were not
+        told: Its description in words.
+        least_tensor_bytes: Bytes of its smallest tensor; None if not recorded.
+        half_tensor_bytes: Half of all bytes are in tensors of up to this many bytes; None if not
             recorded.
-        largest_tensor_bytes: Bytes of its largest tensor; None where they were not recorded.
+        largest_tensor_bytes: Bytes of its largest tensor; None if not recorded.
     """
 
     name: str
@@ -97,12 +98,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where.
+    """A place that was measured.
 
     Attributes:
-        uri: The URI, credentials masked.
-        kind: What it is, "ext4" or "s3 at 127.0.0.1".
-        cached: What of it may have been in a cache, in words.
+        uri: The URI, with credentials masked.
+        kind: The kind of storage, such as "ext4" or "s3 at 127.0.0.1".
+        cached: Which caches may have held its files, in words.
     """
 
     uri: str
@@ -112,14 +113,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Who moved the bytes.
+    """A library that moved the bytes.
 
     Attributes:
         name: Its name.
         version: Its version, and those of its libraries.
         durable: What a save promises on return.
-        verified: What a load compares.
-        is_limit: It moves raw bytes of the same size, no checkpoint at all.
+        verified: What a load verifies.
+        is_limit: Whether it only moves raw bytes of the same size and makes no checkpoint.
     """
 
     name: str
@@ -131,7 +132,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One call.
+    """One measured call.
 
     Attributes:
         engine: The name of the engine.
@@ -142,10 +143,11 @@ class Sample:
         wall_s: Seconds of the slowest rank.
         cpu_s: Seconds of all ranks, threads included.
         size_bytes: Bytes of the tensors of all ranks.
-        sent_bytes: Bytes sent on the network; None where they could not be measured.
-        received_bytes: Bytes received from the network; None where they could not be measured.
-        peak_memory_bytes: Bytes that the call added to the largest rank's resident memory, over what the
-            process held before it: pools that stay are not in it. None where they could not be measured.
+        sent_bytes: Bytes sent on the network; None if they could not be measured.
+        received_bytes: Bytes received from the network; None if they could not be measured.
+        peak_memory_bytes: Bytes that the call added to the largest rank's resident memory, compared with
+            the memory before it, so without pools that existed already. None if they could not be
+            measured.
     """
 
     engine: str
@@ -162,7 +164,7 @@ class Sample:
 
     @property
     def is_timed(self) -> bool:
-        """False where the clock saw nothing pass: then there is neither a rate nor a ratio."""
+        """Whether the time can have a rate and a ratio; False if the clock measured no time."""
         return _SHORTEST_S <= self.wall_s <= _LONGEST_S
 
     @property
@@ -182,16 +184,16 @@ class Result:
 
     Attributes:
         what: What was measured, in words.
-        date: ISO 8601, UTC.
-        command: The command, credentials masked.
-        machine: What is known of the machine.
-        versions: Of the packages.
-        settings: What changes the numbers.
+        date: The date, in ISO 8601, UTC.
+        command: The command, with credentials masked.
+        machine: Properties of the machine.
+        versions: Versions of packages.
+        settings: The settings that change the numbers.
         workloads: The states.
         targets: The places.
         engines: The engines.
-        samples: One for each call that was measured.
-        notes: What else was noticed.
+        samples: One for each measured call.
+        notes: Other observations.
         schema: The version of this format.
     """
 
@@ -210,13 +212,13 @@ class Result:
 
 
 def encode_result(result: Result) -> str:
-    """Return the file's text, of ``result``."""
+    """Return ``result`` as the text of its file."""
     return json.dumps(asdict(result), indent=1) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class _Versioned:
-    """What every version can read of a result."""
+    """The part of a result that every version can read."""
 
     schema: Count
 
@@ -232,7 +234,7 @@ def decode_result(text: str, where: str) -> Result:
         where: The file's name, for the message.
 
     Raises:
-        ManifestError: It is no result, or too new.
+        ManifestError: It is not a result, or is too new.
     """
     try:
         record = parse(text)
@@ -257,11 +259,14 @@ def decode_result(text: str, where: str) -> Result:
         ) from error
 
 
-_MOST_DEEP = 16  # objects in objects: whoever walks them later walks by calling itself
+_MOST_DEEP = 16  # levels of nested objects: they are walked by recursion later
 
 
 def _check_depth(value: Any, left: int) -> None:
-    """Of all numbers inside of it too: ``1e999`` is read as infinite."""
+    """Raise ValueError if ``value`` is nested too deeply or has a number that is not finite.
+
+    JSON such as ``1e999`` is read as infinite.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is no number")
     if isinstance(value, dict | list):
@@ -286,8 +291,8 @@ def read_result(path: str | Path) -> Result:
     Raises:
         NotFoundError: There is no such file.
         AccessError: It may not be read.
-        ManifestError: It is no result.
-        UriError: The path is none of a mounted filesystem.
+        ManifestError: It is not a result.
+        UriError: The path is not on a mounted filesystem.
     """
     uri = Uri.parse(str(path))
     source = Path(uri.local_path)
@@ -305,7 +310,7 @@ def read_result(path: str | Path) -> Result:
 
 
 def try_place(path: str | Path) -> None:
-    """Check that ``write_result`` could write there; nothing stays.
+    """Check that ``write_result`` could write to ``path``. Nothing stays there.
 
     Args:
         path: The file.
@@ -335,9 +340,9 @@ def try_place(path: str | Path) -> None:
 
 
 def write_result(path: str | Path, result: Result) -> None:
-    """Write a result: it appears whole, or an error says why not.
+    """Write a result. The file appears whole or not at all.
 
-    Minutes of measuring are not lost to half a file.
+    So a half-written file cannot cost minutes of measurements.
 
     Args:
         path: The file; its directory is made as needed.
@@ -350,7 +355,7 @@ def write_result(path: str | Path, result: Result) -> None:
 
 
 def write_file(path: str | Path, data: bytes) -> None:
-    """Write a small file, whole under its name or not at all.
+    """Write a small file. It appears whole or not at all.
 
     Args:
         path: The file; its directory is made as needed.
@@ -378,7 +383,7 @@ def write_file(path: str | Path, data: bytes) -> None:
 # -- in words --------------------------------------------------------------------------------------
 
 
-# In the order in which they are told.
+# In the order of reports.
 PHASES: dict[Phase, tuple[str, str]] = {
     "save": ("save", "one call, until the bytes are as durable as the engine promises"),
     "load_cold": ("load, cold", "the files were taken out of the page cache before"),
@@ -390,24 +395,26 @@ PHASES: dict[Phase, tuple[str, str]] = {
 
 
 def phase_text(phase: str) -> str:
-    """The name of ``phase``; an unknown one, of a newer version, as it is written."""
+    """The name of ``phase`` for people; a phase of a newer version is returned as it is."""
     return PHASES[phase][0] if phase in PHASES else phase
 
 
 def bytes_text(value: float | None) -> str:
-    """Return ``1.23 GB``, of 10^9, for ``value`` bytes; ``-`` where it could not be measured, None."""
+    """Return ``value`` bytes as ``1.23 GB`` (of 10^9 bytes); ``-`` for None, not measured."""
     return size_text(value)
 
 
 def conditions_text(result: Result, workload: str) -> str:
-    """Return for which tensor sizes, ranks and threads the ratios of a workload hold: they differ for others.
+    """Return the tensor sizes, ranks and threads that the ratios of a workload hold for.
+
+    Ratios differ under other conditions.
 
     Args:
         result: The result.
         workload: The name of the workload.
 
     Returns:
-        A phrase; empty where the result does not say.
+        A phrase; "" if the result does not say.
     """
     found = next((one for one in result.workloads if one.name == workload), None)
     told = []

@@ -1,14 +1,14 @@
-"""A whole benchmark: checks, ranks, measuring, cleaning up, the result.
+"""Run a whole benchmark: checks, ranks, measurements, clean-up, the result.
 
-    measure(asked, command) -> Result      under torchrun: collective, None on all ranks but 0
+    measure(asked, command) -> Result      under torchrun: collective; None on all ranks but 0
 
-Without torchrun the ranks are processes of this machine that are started here, and this process, which
-never imports torch, removes what they wrote: also after an error, Ctrl-C, SIGTERM or SIGHUP. What stays after
-a SIGKILL of this very process has one name, ``ckptfs-bench-...``, at each target.
+Without torchrun this process starts the ranks as processes of this machine. It never imports torch, and
+it removes what the ranks wrote, also after an error, Ctrl-C, SIGTERM or SIGHUP. If this process itself
+gets a SIGKILL, one name stays at each target, ``ckptfs-bench-...``.
 
-Rank 0 hosts a store and sends its port; then the others are started with it. Findings come from
-rank 0 through a pipe, until it says "done". Any rank that ends badly ends them all. Requests, with storage
-options in them, go through standard input: never on a command line or in a file.
+Rank 0 hosts a store and sends its port; then the other ranks are started with that port. Findings come
+from rank 0 through a pipe, until it says "done". A rank that fails ends all ranks. Requests contain
+storage options, so they go through standard input, never on a command line or in a file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ckptfs.uri import HasProtocol, Uri, mask_credentials
 
 __all__ = ["OMP_NUM_THREADS", "home_name", "measure", "run_ranks", "target_asked", "under_torchrun"]
 
-OMP_NUM_THREADS = "1"  # as torchrun has it, unless the environment says otherwise
+OMP_NUM_THREADS = "1"  # as torchrun sets it, unless the environment says otherwise
 _TAIL = 2000  # characters of a dead rank's standard error
 
 
@@ -63,7 +63,7 @@ class _Ended:
 
 @dataclass
 class _Ranks:
-    """The processes, and one queue of all that they tell."""
+    """The processes of the ranks, and one queue for all their messages."""
 
     scratch: Path
     heard: queue.SimpleQueue[dict[str, Any] | _Ended] = field(default_factory=queue.SimpleQueue)
@@ -81,7 +81,7 @@ class _Ranks:
                     env=self._environment(rank, asked.ranks),
                     pass_fds=(writing,),
                     text=True,
-                    # A terminal's Ctrl-C is ours: the ranks end when we say so.
+                    # A terminal's Ctrl-C must reach only this process, which then ends the ranks.
                     start_new_session=True,
                 )
             finally:
@@ -90,7 +90,7 @@ class _Ranks:
         self._watch(rank, process, os.fdopen(reading, encoding="utf-8"))
         orders = {"rank": rank, "ranks": asked.ranks, "port": port, "line": writing}
         assert process.stdin is not None  # noqa: S101 - it is a pipe
-        with contextlib.suppress(BrokenPipeError):  # it died at once: the watch says so
+        with contextlib.suppress(BrokenPipeError):  # it died at once, which the watcher reports
             process.stdin.write(json.dumps(orders | {"asked": encode_asked(asked)}) + "\n")
             process.stdin.flush()
 
@@ -131,8 +131,8 @@ class _Ranks:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
-            "TMPDIR": str(self.scratch),  # removed by whoever started the ranks, however they end
-            "CKPTFS_PROGRESS": "0",  # nothing is drawn inside a measured time
+            "TMPDIR": str(self.scratch),  # the process that started the ranks removes it
+            "CKPTFS_PROGRESS": "0",  # drawing would take part of the measured time
         }
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -140,15 +140,15 @@ class _Ranks:
 
 
 def run_ranks(asked: Asked, scratch: str, take: Callable[[Told], None]) -> None:
-    """Measure with ``asked.ranks`` processes. No process is left on any end.
+    """Measure with ``asked.ranks`` processes. All of them have ended when this returns or raises.
 
     Args:
-        asked: What is to be measured.
-        scratch: A directory of the caller's for their logs and temporary files.
+        asked: What to measure.
+        scratch: The caller's directory for their logs and temporary files.
         take: Called with each result.
 
     Raises:
-        CkptfsError: What they failed with.
+        CkptfsError: The error that they failed with.
     """
     with _started(Path(scratch)) as ranks:
         ranks.start(0, asked, None)
@@ -190,7 +190,7 @@ def _error(told: dict[str, Any]) -> CkptfsError:
     kind = getattr(errors, told["type"], CkptfsError)
     try:
         found = kind(told["message"], uri=told["uri"], hint=told["hint"], rank=told["rank"])
-    except TypeError:  # a class that wants more: CollectiveError and its failures
+    except TypeError:  # a class with more arguments, such as CollectiveError
         found = CkptfsError(
             f"{told['type']}: {told['message']}", uri=told["uri"], hint=told["hint"]
         )
@@ -198,7 +198,7 @@ def _error(told: dict[str, Any]) -> CkptfsError:
 
 
 PACKAGES = ("ckptfs", "torch", "numpy", "xxhash", "fsspec")
-_PASSED = 0.95  # of the limit's seconds; nearer than that is the spread
+_PASSED = 0.95  # of the limit's seconds; a smaller difference is within the spread
 _PROGRESS = "CKPTFS_PROGRESS"
 _CLIENTS = ("s3fs", "gcsfs", "adlfs", "obstore", "aiobotocore", "safetensors", "s3torchconnector")
 
@@ -207,20 +207,20 @@ def target_asked(
     uri: str | os.PathLike[Any] | HasProtocol | Uri,
     storage_options: Mapping[str, Any] | None = None,
 ) -> TargetAsked:
-    """Return a target with a home that is not used yet.
+    """Return a target with a new home.
 
     Args:
         uri: The place.
-        storage_options: What fsspec's filesystem of that protocol takes; None: no options.
+        storage_options: Options for fsspec's filesystem of that protocol; None: no options.
 
     Raises:
-        UriError: ``uri`` cannot mean anything.
+        UriError: ``uri`` is not a valid URI.
     """
     return TargetAsked(Uri.parse(uri).full, home_name(), dict(storage_options or {}))
 
 
 def home_name() -> str:
-    """The name of one benchmark's directory or prefix."""
+    """The new, unique name of one benchmark's directory or prefix."""
     return f"ckptfs-bench-{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
 
 
@@ -238,14 +238,14 @@ def measure(
 ) -> Result | None:
     """Measure everything that ``asked`` names.
 
-    After every end but SIGKILL the targets are as they were, unless ``asked.keep``.
+    Afterwards the targets are as they were, unless the process got a SIGKILL or ``asked.keep`` is set.
 
     Args:
-        asked: What is to be measured.
-        command: As it shall be in the result, without credentials.
-        progress: Called with what is under way, in words; None: no call.
-        first: Called once, on rank 0, before anything is written; its CkptfsError ends the call on every
-            rank. None: no call.
+        asked: What to measure.
+        command: The command for the result, without credentials.
+        progress: Called with a text that says what is under way; None: no call.
+        first: Called once, on rank 0, before anything is written. A CkptfsError that it raises ends the
+            call on every rank. None: no call.
 
     Returns:
         The result; None on the other ranks.
@@ -254,7 +254,7 @@ def measure(
         NoSpaceError: It does not fit the storage. Nothing was written.
         StateError: It does not fit the memory, or no engine has that name. Nothing was written.
         MissingDriverError: An engine that was named is not installed. Nothing was written.
-        CkptfsError: What ckptfs, or an engine that was named, failed with.
+        CkptfsError: The error that ckptfs, or an engine that was named, failed with.
     """
     show = progress or (lambda _: None)
     gathered = Gathered()
@@ -265,7 +265,7 @@ def measure(
         gathered.take(told)
 
     for target in asked.targets:
-        choose(asked.engines, target.place)  # a name that nobody has is told at once
+        choose(asked.engines, target.place)  # an unknown name is reported at once
     started = datetime.now(UTC)
     load_before = list(os.getloadavg())
     with _terminable():
@@ -292,7 +292,7 @@ def measure(
 
 
 def _beaten(result: Result) -> Iterator[str]:
-    """A limit that others pass bounds nothing: whoever reads ratios to it has to know."""
+    """Yield a note for each engine that was faster than its limit: ratios to it mislead then."""
     for row in rows_of(result):
         if row.to_limit is not None and row.to_limit.ratio < _PASSED:
             yield (
@@ -320,7 +320,7 @@ def _as_one_of_many(
     from ckptfs.bench.rank import joined_group
 
     group = joined_group()
-    # Names of homes were made on every rank; rank 0's count.
+    # Every rank made names of homes; those of rank 0 are used.
     asked = replace(group.gather(asked)[0], ranks=group.size)
     homes = [Home(target) for target in asked.targets]
     if first is not None:
@@ -351,9 +351,9 @@ def _refused(asked: Asked, homes: list[Home]) -> CkptfsError | None:
 
 
 def check_fits(asked: Asked, homes: list[Home], local_ranks: int) -> None:
-    """NoSpaceError, StateError: what is kept at once fits neither the storage nor the memory here.
+    """Raise NoSpaceError or StateError if the benchmark does not fit the storage or memory here.
 
-    local_ranks: how many of the ranks this machine holds the state and its copy of.
+    local_ranks: how many of the ranks run on this machine.
     """
     largest = most = 0
     for workload in asked.workloads:
@@ -365,7 +365,7 @@ def check_fits(asked: Asked, homes: list[Home], local_ranks: int) -> None:
     kept = sum(w.made().size_bytes for w in asked.workloads) * engines if asked.keep else 0
     for home in homes:
         home.check_space(most + kept)
-    # The state, the tensors that are loaded into, and what torch.load and others hold beside.
+    # The state, the tensors to load into, and what torch.load and others hold in addition.
     needed = 3 * largest * local_ranks // asked.ranks
     free = available_memory_bytes()
     if free is not None and needed > free:
@@ -378,10 +378,10 @@ def check_fits(asked: Asked, homes: list[Home], local_ranks: int) -> None:
 
 @contextlib.contextmanager
 def cleaned(homes: list[Home], *, keep: bool) -> Iterator[None]:
-    """The homes exist inside; afterwards they are gone, and so are directories made for them.
+    """Make the homes, and remove them afterwards, with the directories that were made for them.
 
-    keep: what was written stays if all went well. A failure to remove is raised only where nothing
-    else went wrong.
+    keep: leave what was written if all went well. A failure to remove is raised only if nothing else
+    failed.
     """
     made = [_missing(home) for home in homes]
     whole = False
@@ -406,7 +406,7 @@ def cleaned(homes: list[Home], *, keep: bool) -> Iterator[None]:
 
 
 def _missing(home: Home) -> list[Path]:
-    """Directories of the target that do not exist yet, lowest first."""
+    """Return those of the target's directory and its parents that do not exist, deepest first."""
     if not home.place.is_local:
         return []
     path = Path(home.place.local_path)
@@ -414,14 +414,19 @@ def _missing(home: Home) -> list[Path]:
 
 
 def _local_directory(homes: list[Home]) -> Path:
-    """Of the first directory among the targets: that disk's fsync is told."""
+    """Return the first home that is a directory, else the temporary directory.
+
+    ``describe`` measures the fsync of its disk.
+    """
     return next((home.path for home in homes if home.path is not None), Path(tempfile.gettempdir()))
 
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the work as Ctrl-C does: a scheduler's end, or that of a terminal, must
-    leave nothing behind either. What is ignored (nohup) stays so.
+    """Treat SIGTERM and SIGHUP like Ctrl-C.
+
+    So nothing is left behind when a scheduler or the end of a terminal ends the process. A signal that is
+    ignored (nohup) stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -440,7 +445,7 @@ def _terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undrawn() -> Iterator[None]:
-    """No progress bar of ckptfs: it would draw inside a measured time."""
+    """Disable the progress bar of ckptfs: drawing would take part of the measured time."""
     before = os.environ.get(_PROGRESS)
     os.environ[_PROGRESS] = "0"
     try:

@@ -1,11 +1,11 @@
-"""A target as the benchmark sees it: what it is, what may be cached, its files, its end.
+"""A target of the benchmark: its kind, its caches, its files and their removal.
 
-    Home(asked)    the directory or prefix of one benchmark: nothing outside of it is written or removed
+    Home(asked)    the directory or prefix of one benchmark: nothing outside it is written or removed
       .describe()    the ``Target`` of the result          .wire      which interfaces carry its bytes
       .check_space() refuses what does not fit             .remove()  everything, unfinished uploads too
       .clear(name)   one attempt's files                   .evict / .fill   the page cache
 
-No torch: whoever starts the ranks also cleans up after them, however they ended.
+No torch: the process that starts the ranks also cleans up after them, and it does not import torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OVER_NETWORK = (
     "9p",
     "virtiofs",
 )
-_SPARE = 1.05  # metadata, digests, a filesystem's own
+_SPARE = 1.05  # room for metadata, digests, and the filesystem's own needs
 _CHUNK_BYTES = 8 << 20
 
 
@@ -79,7 +79,7 @@ class Home:
 
     @property
     def path(self) -> Path | None:
-        """The home as a directory, where it is one."""
+        """The home as a directory; None if it is not on a local filesystem."""
         return Path(self.root.local_path) if self.root.is_local else None
 
     def describe(self) -> Target:
@@ -88,7 +88,7 @@ class Home:
 
     @property
     def kind(self) -> str:
-        """``ext4``, ``s3 at 127.0.0.1:9000``, ``gs``."""
+        """The kind of storage, such as ``ext4``, ``s3 at 127.0.0.1:9000`` or ``gs``."""
         if self.place.is_local:
             return filesystem(_nearest(Path(self.place.local_path)))
         endpoint = endpoint_of(self.place, self.asked.storage_options)
@@ -96,7 +96,7 @@ class Home:
 
     @property
     def cached(self) -> str:
-        """What of it may be in a cache when it is read, in words."""
+        """Which caches may hold its files when they are read, in words."""
         if not self.place.is_local:
             return "the server's caches cannot be emptied from here: every load may find them warm"
         if not has_cold(self):
@@ -108,7 +108,7 @@ class Home:
 
     @property
     def wire(self) -> WireKind:
-        """Where its bytes can be counted."""
+        """The network interfaces that count its bytes."""
         if self.place.is_local:
             return WireKind.NETWORK if self.kind in _OVER_NETWORK else WireKind.NONE
         if self.place.protocol.rpartition("+")[2] in ("file", "memory"):
@@ -120,13 +120,13 @@ class Home:
 
     @property
     def storage(self) -> Storage:
-        """Rooted at the home, with the target's options; one for all attempts: opening costs CPU."""
+        """The storage of the home, with the target's options; opened once, as that costs CPU."""
         if self._storage is None:
             self._storage = open_storage(self.root, self.asked.storage_options)
         return self._storage
 
     def make(self) -> None:
-        """Make the home; nothing to do where names need no directory.
+        """Make the home. Does nothing if names there need no directory.
 
         Raises:
             StorageError: It could not be made.
@@ -134,18 +134,18 @@ class Home:
         self.storage.make_dir("")
 
     def clear(self, name: str) -> None:
-        """Remove one attempt ``name``; what was never there is gone too.
+        """Remove the attempt ``name``. Succeeds if it does not exist.
 
         Raises:
             StorageError: Something stayed.
         """
         self.storage.remove_tree(name)
         if self.path is not None:
-            # Else a journalled filesystem would free its blocks in somebody's measured time.
+            # Otherwise a journalled filesystem would free the blocks during a later measurement.
             self._fsync(self.path)
 
     def remove(self) -> None:
-        """Remove the home. Only names below it are touched.
+        """Remove the home and nothing else.
 
         Raises:
             StorageError: Something stayed.
@@ -153,25 +153,25 @@ class Home:
         # The root of a storage is never removed, so this one is rooted above the home.
         with contextlib.closing(open_storage(self.place, self.asked.storage_options)) as above:
             above.remove_tree(self.asked.home)
-        # And uploads are swept below a storage's root: those of the home, of nobody else.
+        # Uploads are swept below a storage's root: here only those of the home.
         with contextlib.closing(self.storage) as storage, contextlib.suppress(StorageError):
             self._storage = None
             storage.sweep_uploads(0.0)
 
     def evict(self, name: str) -> float | None:
-        """Take an attempt's files out of this machine's page cache; needs no privileges.
+        """Evict an attempt's files from this machine's page cache. Needs no privileges.
 
         Args:
             name: The attempt.
 
         Returns:
-            The share of their pages that stayed (a filesystem over tmpfs keeps all); None: not known.
+            The share of their pages that stayed (a filesystem over tmpfs keeps all); None if not known.
         """
         evict(self._files(name))
         return resident_share(self._files(name))
 
     def fill(self, name: str) -> None:
-        """Read the files of attempt ``name`` once: some writers leave them in the page cache, others do not."""
+        """Read the files of attempt ``name`` once: not all writers leave them in the page cache."""
         buffer = memoryview(bytearray(_CHUNK_BYTES))
         for path in self._files(name):
             with open(path, "rb", buffering=0) as file:
@@ -193,10 +193,10 @@ class Home:
     # -- its space
 
     def check_space(self, needed_bytes: int) -> None:
-        """Check that so many bytes fit, where free space is known. Nothing is written.
+        """Check that the storage has enough free space, if that is known. Nothing is written.
 
         Args:
-            needed_bytes: How many bytes.
+            needed_bytes: The bytes that must fit.
 
         Raises:
             NoSpaceError: They do not fit.
@@ -204,7 +204,7 @@ class Home:
         if not self.place.is_local:
             return
         found = os.statvfs(_nearest(Path(self.place.local_path)))
-        if not found.f_blocks:  # ramfs and its like count nothing: they are not full
+        if not found.f_blocks:  # ramfs and the like do not count blocks: they are not full
             return
         free_bytes = found.f_bavail * found.f_frsize
         if needed_bytes * _SPARE > free_bytes:
@@ -217,12 +217,14 @@ class Home:
 
 
 def has_cold(home: Home) -> bool:
-    """True where files of ``home`` can be taken out of the cache that loads read."""
+    """True if the files of ``home`` can be evicted from the cache that loads read from."""
     return home.place.is_local and home.kind not in _IN_MEMORY and hasattr(os, "posix_fadvise")
 
 
 def endpoint_of(place: Uri, options: Mapping[str, Any]) -> str | None:
-    """Return ``host:port`` of a server that was named, by option, query or environment; no credentials.
+    """Return ``host:port`` of a server that an option, the query or the environment names.
+
+    It contains no credentials.
 
     Args:
         place: The target's URI.
@@ -245,13 +247,13 @@ def endpoint_of(place: Uri, options: Mapping[str, Any]) -> str | None:
 
 
 def fsspec_options(home: Home) -> dict[str, Any]:
-    """Return the options of ``home`` that fsspec's library knows: ours left out."""
+    """Return the options of ``home`` for fsspec's library, without those of ckptfs."""
     found = {**home.place.options, **home.asked.storage_options}
     return {name: value for name, value in found.items() if name not in OURS}
 
 
 def fsspec_uri(place: Uri) -> str:
-    """Return ``place`` for fsspec's library, which takes a query for letters of a name: see fsspec_options."""
+    """Return ``place`` without its query, which fsspec's library would read as part of the name."""
     return replace(place, query="").full
 
 
@@ -265,29 +267,29 @@ def _is_loopback(endpoint: str) -> bool:
 
 
 def _nearest(path: Path) -> Path:
-    """The path, or the lowest directory above it that exists."""
+    """Return the path, or the deepest directory above it that exists."""
     return next(p for p in (path, *path.parents) if p.exists())
 
 
 # -- the page cache --------------------------------------------------------------------------------
 
 
-_WINDOW_BYTES = 1 << 30  # mapped at once
+_WINDOW_BYTES = 1 << 30  # mapped at a time
 
 
 def evict(files: Iterable[Path]) -> None:
-    """Take the files out of the page cache; needs no privileges.
+    """Evict files from the page cache. Needs no privileges.
 
     Args:
         files: The files.
 
     Raises:
-        OSError: One cannot be opened or written.
+        OSError: A file cannot be opened or synced.
     """
     for path in files:
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(fd)  # pages that were not written yet would stay
+            os.fsync(fd)  # pages that are not written yet would stay
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
@@ -297,10 +299,10 @@ def resident_share(files: Iterable[Path]) -> float | None:
     """Measure the share of the files' pages that can be read without the disk.
 
     Args:
-        files: The files. They have to be one's own: of others' the kernel says "all".
+        files: The files. The user must own them: for others' files the kernel reports all pages.
 
     Returns:
-        0.0 to 1.0; None: not known.
+        The share, from 0.0 to 1.0; None if not known.
 
     Raises:
         OSError: A file cannot be opened.
@@ -321,9 +323,9 @@ def resident_share(files: Iterable[Path]) -> float | None:
 
 
 def _pages(fd: int, start: int, length: int) -> bytes | None:
-    """A byte of each page; its lowest bit says whether it is there."""
+    """Return one byte for each page; its lowest bit says whether the page is in memory."""
     try:
-        # A private mapping that is never written: ctypes takes the address of writable memory only.
+        # A private mapping that is never written: ctypes takes addresses only of writable memory.
         mapped = mmap.mmap(fd, length, access=mmap.ACCESS_COPY, offset=start)
     except OSError:
         return None
@@ -333,5 +335,5 @@ def _pages(fd: int, start: int, length: int) -> bytes | None:
         library = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(ctypes.addressof(first))
         failed = library.mincore(address, ctypes.c_size_t(length), found)
-        del first  # else the mapping could not be closed
+        del first  # otherwise the mapping could not be closed
         return None if failed else bytes(found)

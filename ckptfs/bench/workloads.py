@@ -1,22 +1,23 @@
-"""What is moved: names, shapes and dtypes of a training state, and the tensors that are made of them.
+"""The states to move: names, shapes and dtypes of a training state, and the tensors made from them.
 
-    llm    a decoder and AdamW: bf16 weights, two fp32 moments and a step each      10 bytes a parameter
-    moe    the same with experts: 16 of three matrices each in every layer          10
-    rl     actor and critic as llm, a frozen reference: weights only                22 of the actor's
-    many   tensors of 4 to 64 KiB, no structure at all
-    4MB, 16MB, 64MB   tensors of one size: peers pay for each tensor, so ratios depend on it
+    llm    a decoder and AdamW: bf16 weights, two fp32 moments and a step each    10 bytes per parameter
+    moe    the same with experts: 16 of three matrices each in every layer        10
+    rl     actor and critic as llm, a frozen reference: weights only              22, by the actor's
+    many   tensors of 4 to 64 KiB without any structure
+    shapes tensors of 4 to 64 KiB, each of its own shape
+    4MB, 16MB, 64MB   tensors of one size: other libraries pay for each tensor, so ratios depend on it
     loop   llm, saved every n steps of a training loop while it runs
 
 With several ranks every tensor of one dimension or more is sharded over all of them along its first
-dimension, ``Shard(0)`` of a DTensor, as FSDP2 does; scalars are on every rank.
+dimension, ``Shard(0)`` of a DTensor, as FSDP2 does. Scalars are on every rank.
 
-    make_state   reproducible noise: the same workload, rank and number of ranks are the same bytes
-    make_blank   the same shapes, zeros: what a load fills
-    clear        zeros again, so that no load passes by what an earlier one left
-    differences  names whose bytes are not those that were saved
+    make_state   reproducible noise: the same workload, rank and number of ranks give the same bytes
+    make_blank   zeros of the same shapes, for a load to fill
+    clear        sets them to zero again, so that no load passes with the data of an earlier one
+    differences  the names of tensors with bytes that differ from the saved ones
 
-Tensors are made, emptied and compared outside every measured time. Shapes need no torch: whoever starts
-the ranks asks for sizes only.
+Tensors are made, cleared and compared outside all measured times. Shapes need no torch, because the
+process that starts the ranks needs only sizes and does not import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ckptfs.errors import StateError
 if TYPE_CHECKING:
     from torch import Tensor
 else:
-    Tensor = Any  # shapes need no torch: what makes tensors imports it
+    Tensor = Any  # shapes need no torch: the functions that make tensors import it
 
 __all__ = [
     "DEFAULT_SIZES",
@@ -68,16 +69,16 @@ _TIED_BELOW = 2_000_000_000  # smaller models share the embedding with the head
 _SMALL_SIZES = (4 * _KIB, 6 * _KIB, 8 * _KIB, 18 * _KIB, 64 * _KIB)  # 20 KiB on average
 EVEN_SIZES = {"4MB": 4_000_000, "16MB": 16_000_000, "64MB": 64_000_000}
 _EVEN_WIDTH = 250
-_STRIDE = 37  # of the lengths of ``shapes``: large and small ones by turns, and none twice
+_STRIDE = 37  # between the lengths of ``shapes``: large and small ones in turn, none of them twice
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _LEAST_PARAMS = 10_000
 _LEAST_WIDTH = 8
-_GRAINS = ((2048, 256), (256, 64))  # from this width on, widths are multiples of that
+_GRAINS = ((2048, 256), (256, 64))  # (from this width on, widths are multiples of this)
 
 
 class DType(Enum):
-    """Of a tensor; the value is torch's name.
+    """The dtype of a tensor. The value is torch's name.
 
     Attributes:
         BF16: 16 bits.
@@ -89,7 +90,7 @@ class DType(Enum):
 
     @property
     def size_bytes(self) -> int:
-        """Of one element."""
+        """Bytes of one element."""
         return 2 if self is DType.BF16 else 4
 
 
@@ -109,7 +110,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -125,7 +126,7 @@ class WorkloadSpec:
     Attributes:
         name: Its name.
         tensors: Its tensors.
-        told: What it is, in words.
+        told: Its description in words.
     """
 
     name: str
@@ -139,7 +140,10 @@ class WorkloadSpec:
 
     @property
     def tensor_sizes_bytes(self) -> tuple[int, int, int]:
-        """Of the least tensor; of one that half of all bytes are in tensors up to; of the largest."""
+        """Bytes of the smallest tensor, of the byte-weighted median, and of the largest tensor.
+
+        Tensors up to the size of the median hold half of all bytes.
+        """
         sizes = sorted(tensor.size_bytes for tensor in self.tensors)
         sums = accumulate(sizes)
         half = next(
@@ -148,7 +152,7 @@ class WorkloadSpec:
         return sizes[0], half, sizes[-1]
 
     def local_bytes(self, rank: int, ranks: int) -> int:
-        """Return the bytes that ``rank`` of ``ranks`` holds: its rows of every tensor, and all scalars."""
+        """Return the bytes that ``rank`` of ``ranks`` holds: its rows of tensors, all scalars."""
         return sum(
             (b - a) * (t.size_bytes // t.shape[0]) if t.shape else t.size_bytes
             for t in self.tensors
@@ -157,15 +161,15 @@ class WorkloadSpec:
 
 
 def rows_of(tensor: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the first row of a rank's shard and the one after its last.
+    """Return the first row of a rank's shard and the row after its last one.
 
-    Chunks are of equal length, the last ones shorter or empty, as torch's ``Shard(0)`` has it. A scalar is
-    (0, 1) everywhere.
+    Chunks have equal lengths, the last ones are shorter or empty, as in torch's ``Shard(0)``. A scalar is
+    (0, 1) on every rank.
 
     Args:
         tensor: The tensor.
         rank: The rank.
-        ranks: How many ranks.
+        ranks: The number of ranks.
     """
     if not tensor.shape:
         return 0, 1
@@ -175,7 +179,7 @@ def rows_of(tensor: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def parse_params(text: str) -> int:
-    """Read ``7B``, ``125M``, ``1.5B``.
+    """Read a number of parameters such as ``7B``, ``125M`` or ``1.5B``.
 
     Args:
         text: The text.
@@ -184,7 +188,7 @@ def parse_params(text: str) -> int:
         The number.
 
     Raises:
-        ValueError: It is none, or too few to make a model of.
+        ValueError: It is not such a number, or too small for a model.
     """
     found = _parsed(text, _COUNT, "number of parameters such as 7B or 125M")
     if found < _LEAST_PARAMS:
@@ -203,21 +207,21 @@ def _parsed(text: str, units: Mapping[str, int], what: str) -> int:
 def make_workload(
     kind: str, *, params: int | None = None, size_bytes: int | None = None
 ) -> WorkloadSpec:
-    """Make the workload of a kind, by parameters or by bytes (not both); its default size without.
+    """Make a workload of a kind, by parameters or by bytes, but not both.
 
-    The sum is exact to 3 %, below 100 000 parameters to 15 %.
+    Without both it has its default size. Its size is exact to 3 %, below 100 000 parameters to 15 %.
 
     Args:
-        kind: Which kind.
-        params: How many parameters; None: not by parameters.
-        size_bytes: How many bytes; None: not by bytes.
+        kind: The kind.
+        params: The number of parameters; None: not by parameters.
+        size_bytes: The size in bytes; None: not by bytes.
 
     Returns:
-        Its tensors.
+        Its specification.
 
     Raises:
-        StateError: There is no such kind, it is too small, both are given, or parameters of ``many`` or
-            ``shapes``, which have none.
+        StateError: There is no such kind, it is too small, both sizes are given, or parameters are given
+            for a kind that is not a model.
     """
     if kind not in KINDS:
         raise StateError(f"no workload is called {kind!r}", hint=f"one of {', '.join(KINDS)}")
@@ -307,7 +311,7 @@ def _shapes(size_bytes: int) -> WorkloadSpec:
             elements = min(least + place, left)
             more = again // _STRIDE + (
                 elements < least + place
-            )  # the last one is cut, and its length met before
+            )  # the last one is cut, so its length occurred before
             yield TensorSpec(f"small.{number}", (elements, *(1,) * more), DType.FP32)
             left -= elements
             number += 1
@@ -366,7 +370,7 @@ DEFAULT_SIZES: Mapping[str, int] = {
 
 
 def _decoder(prefix: str, params: int, *, experts: int) -> Iterator[TensorSpec]:
-    """The weights of a decoder of about so many parameters: Llama's layers, twelve d^2 each."""
+    """Yield the weights of a decoder of about ``params`` parameters: Llama's layers of 12 d^2."""
     width, layers, inner = _dimensions(params, experts)
     rows = _vocabulary(params, width)
     tied = params < _TIED_BELOW
@@ -394,7 +398,10 @@ def _decoder(prefix: str, params: int, *, experts: int) -> Iterator[TensorSpec]:
 
 
 def _dimensions(params: int, experts: int) -> tuple[int, int, int]:
-    """Width, layers and the inner width of one expert, which takes up what the others left."""
+    """Return width, number of layers, and the inner width of an expert.
+
+    The inner width takes up the parameters that the rest leaves.
+    """
     width = int((params * _HEAD_WIDTH / 12 / experts) ** (1 / 3))
     while True:
         grain = next((grain for least, grain in _GRAINS if width >= least), _LEAST_WIDTH)
@@ -403,14 +410,14 @@ def _dimensions(params: int, experts: int) -> tuple[int, int, int]:
         layers = max(1, round(width / _HEAD_WIDTH))
         fixed = 4 * width * width + (2 + (experts if experts > 1 else 0)) * width
         inner = round((body / layers - fixed) / (3 * width * experts))
-        # Narrower than the model: too wide a model for so few parameters. Llama's has 8/3.
+        # A narrow inner width means that the model is too wide for its parameters. Llama has 8/3.
         if inner >= 2 * width / (1 if experts == 1 else 4) or width == _LEAST_WIDTH:
             return width, layers, max(1, inner)
         width -= grain
 
 
 def _vocabulary(params: int, width: int) -> int:
-    """Rows of the embedding; a small model has fewer words, a fifth of its parameters at most."""
+    """Return the rows of the embedding: at most a fifth of the parameters are in it."""
     return max(1, min(_VOCABULARY, params // 5 // width))
 
 
@@ -436,12 +443,12 @@ State = dict[str, Tensor]
 
 
 def make_state(workload: WorkloadSpec, rank: int = 0, ranks: int = 1) -> State:
-    """Return uniform noise: nothing that a disk or a network could compress to nearly nothing.
+    """Return tensors of uniform noise, which a disk or a network cannot compress to almost nothing.
 
     Args:
-        workload: The tensors.
+        workload: The specification of the tensors.
         rank: This rank.
-        ranks: How many ranks.
+        ranks: The number of ranks.
     """
     import torch
 
@@ -454,7 +461,7 @@ def make_state(workload: WorkloadSpec, rank: int = 0, ranks: int = 1) -> State:
 
 
 def make_blank(workload: WorkloadSpec, rank: int = 0, ranks: int = 1) -> State:
-    """Return zeros, in memory that was touched. The arguments are as for ``make_state``."""
+    """Return tensors of zeros in touched memory. The arguments are as for ``make_state``."""
     import torch
 
     def zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
@@ -470,8 +477,13 @@ def clear(state: Mapping[str, Tensor]) -> None:
 
 
 def differences(saved: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors that differ between ``saved`` and ``loaded`` in any bit, dtype or shape on
-    this rank.
+    """Return the names of tensors in ``saved`` that are missing in ``loaded`` or differ there.
+
+    Every bit, the dtype and the shape of this rank's shards are compared.
+
+    Args:
+        saved: The saved tensors.
+        loaded: The loaded tensors.
     """
     return [
         name
@@ -487,7 +499,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def locals_of(state: Mapping[str, Tensor]) -> State:
-    """Return this rank's shards of ``state``: what writers that know no sharding get."""
+    """Return this rank's shards of ``state``, for writers that do not know sharding."""
     return {name: local_of(tensor) for name, tensor in state.items()}
 
 
@@ -496,7 +508,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
         return False
     import torch
 
-    # As integers: NaN is equal to itself then, and 0.0 is not -0.0.
+    # Compare as integers, so that NaN equals itself, and 0.0 does not equal -0.0.
     whole = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.view(whole), b.view(whole))
 
