@@ -1,14 +1,14 @@
-"""What every storage backend must do: each sentence of ``ckptfs.storage.base`` that a test can check.
+"""Tests of what every storage backend must do: all of ``ckptfs.storage.base`` that can be tested.
 
     class TestMine(StorageConformance):
         def make_storage(self, place): return MyStorage(...)     # at a new, empty root
         def raw_write(self, key, data): ...                      # the four hooks BYPASS the store,
-        def raw_read(self, key): ...                             # so that it is not its own witness
+        def raw_read(self, key): ...                             # so that it does not check itself
         def raw_exists(self, key): ...
         def raw_list(self): ...                                  # every file below the root, as keys
 
-A backend is done when this passes. Tests that its shape or capabilities exclude check the refusal
-instead. Needs pytest.
+A backend is complete when these tests pass. If its shape or its capabilities exclude an operation, the
+tests check that it is refused. Needs pytest.
 """
 
 from __future__ import annotations
@@ -22,4 +22,4 @@ __all__ = ["StorageConformance", "together"]
 
 
 class StorageConformance(SmallFiles, DataFiles, ParallelFiles, Names):
-    """Subclass it in a test module, fill in the five hooks, name it ``Test...``."""
+    """The suite. Subclass it in a test module as ``Test...`` and implement the five hooks."""

@@ -1,22 +1,22 @@
-"""A disk that forgets, at a power cut, everything that was not synced.
+"""A disk that loses, at a power cut, everything that was not synced.
 
     disk = SimulatedDisk(directory, crash_at=17)
     storage = LocalStorage(Uri.parse(f"{directory}/run"), posix=disk)
     ... PowerCut ...
     disk.materialise(elsewhere)            what a machine finds when it is switched on again
 
-System calls pass through to a real directory, the *volatile* image: what processes see, also after a
-SIGKILL. Beside it a model keeps the *durable* one, as adverse as POSIX permits:
+System calls go to a real directory, the *volatile* image. Processes see this image, also after a SIGKILL.
+In addition a model keeps the *durable* image, which loses as much as POSIX permits:
 
     bytes of a file      as they were at its last fsync; empty if there was none
     names in a directory as they were at its last fsync: a new file, a link, a new directory, a rename
                          or an unlink that was not synced did not happen
 
-A rename between two directories is two changes: synced in the target only, both names are there;
-synced in the source only, neither. So: sync the target first.
+A rename between two directories is two changes. If only the target is synced, both names exist after the
+power cut; if only the source is synced, neither does. So sync the target first.
 
-``deaf_to`` makes the disk ignore chosen fsyncs, as if the line were missing: a test that does not
-fail then proves nothing about that line.
+``deaf_to`` makes the disk ignore chosen fsyncs, as if the code did not call them. A test that still
+passes then proves nothing about those fsyncs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Fsync", "PowerCut", "SimulatedDisk"]
 
 
 class PowerCut(BaseException):
-    """The machine lost power. Not an Exception: no handler of ours may live through it."""
+    """The machine lost power. It is no Exception, so that no handler of ckptfs catches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Fsync:
     """One fsync call.
 
     Attributes:
-        number: From 1.
-        path: What it was for.
-        is_dir: It was for a directory.
-        site: Names of the functions of ckptfs.storage on the stack, outermost first, joined by ">", such as
-            "create>write_whole" or "make_dir>make_dirs>sync_dir".
+        number: The number of the call, from 1.
+        path: The path that was synced.
+        is_dir: Whether the path is a directory.
+        site: The names of the functions of ckptfs.storage on the stack, outermost first, joined by ">",
+            such as "create>write_whole" or "make_dir>make_dirs>sync_dir".
     """
 
     number: int
@@ -70,17 +70,19 @@ _Node = _File | _Dir
 
 
 class SimulatedDisk(Posix):
-    """The seam with a memory of what is durable. Thread-safe; one process; not picklable.
+    """The system calls of a storage, with a model of what is durable.
+
+    Thread-safe. It works in one process and cannot be pickled.
 
     Args:
-        directory: It exists, and is durable as it is.
-        crash_at: The number of the system call (from 1) that raises PowerCut in place of its work; every
-            later one raises it too. None: no such call.
-        deaf_to: Returns True for fsyncs that are ignored.
+        directory: An existing directory. What it contains now counts as durable.
+        crash_at: The number (from 1) of the system call that raises PowerCut instead of doing its work;
+            all later calls raise it too. None: no such call.
+        deaf_to: Returns True for fsyncs that the disk ignores.
 
     Attributes:
-        calls: How many system calls were made.
-        fsyncs: The fsync calls.
+        calls: The number of system calls so far.
+        fsyncs: The fsync calls so far.
     """
 
     def __init__(
@@ -102,11 +104,11 @@ class SimulatedDisk(Posix):
 
     @property
     def is_off(self) -> bool:
-        """True after the power cut."""
+        """Whether the power was cut."""
         return self.crash_at is not None and self.calls >= self.crash_at
 
     def cut(self) -> None:
-        """Cut the power now: the next call, and every later one, raises PowerCut."""
+        """Cut the power now: all later calls raise PowerCut."""
         with self._lock:
             self.crash_at = self.calls + 1
             self.calls += 1
@@ -116,9 +118,9 @@ class SimulatedDisk(Posix):
 
         Args:
             path: The directory, which must not exist.
-            lucky: Called with the path of each name, and of each file's bytes, that were not synced; True
-                where they reached the disk all the same, as any of them may. Equal paths must get equal
-                answers.
+            lucky: Called with the path of each name, and of each file's bytes, that were not synced.
+                Returns True if they reached the disk all the same, as any of them may. Must return the
+                same value for the same path.
         """
         with self._lock:
             places = dict(_places(self._top, self.directory))
@@ -139,7 +141,7 @@ class SimulatedDisk(Posix):
 
     def close(self, fd: int) -> None:
         self._open.pop(fd, None)
-        super().close(fd)  # also after the cut: the test's process keeps no descriptors
+        super().close(fd)  # also after the cut, so that the test's process leaks no descriptors
         with self._call():
             return
 
@@ -258,7 +260,7 @@ class SimulatedDisk(Posix):
         return node
 
     def _hold(self, path: str) -> tuple[dict[str, _Node], str]:
-        """The names of the directory that holds ``path``, and its own name there."""
+        """Return the names in the directory of ``path``, and its own name there."""
         holder = self._find(os.path.dirname(path))
         return (holder.volatile if isinstance(holder, _Dir) else {}), os.path.basename(path)
 
@@ -272,7 +274,7 @@ class SimulatedDisk(Posix):
         names.pop(name, None)
 
     def _adopt(self, node: _Dir, path: str) -> None:
-        """What lies there before the disk is switched on is durable."""
+        """Add the existing content of a directory to the model, as durable."""
         for entry in os.scandir(path):
             child: _Node
             if entry.is_dir(follow_symlinks=False):
@@ -285,7 +287,7 @@ class SimulatedDisk(Posix):
 
 
 def _places(node: _Dir, path: str) -> Iterator[tuple[_Node, str]]:
-    """Where each node lies in the volatile image."""
+    """Yield each node with its path in the volatile image."""
     for name, child in node.volatile.items():
         yield child, f"{path}/{name}"
         if isinstance(child, _Dir):
@@ -299,7 +301,7 @@ def _write_out(
     names = dict(node.durable)
     for name in {*node.durable, *node.volatile}:
         before, now = node.durable.get(name), node.volatile.get(name)
-        # A rename is one step of the journal: both its names are asked for by the newer one.
+        # A rename is one step of the journal: ``lucky`` gets the newer name for both of its names.
         moved = places.get(before) if before is not None and now is None else None
         if before is not now and lucky(moved or f"{origin}/{name}"):
             names.pop(name, None)
@@ -317,7 +319,7 @@ def _write_out(
             file.write(data)
 
 
-# They call work for others, on a thread or with its task: the work is named, not who carries it.
+# These modules run the work of others on threads: ``Fsync.site`` names the work, not them.
 _CARRIERS = ("ckptfs.storage.threads", "ckptfs.storage.inflight")
 
 

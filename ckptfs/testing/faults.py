@@ -1,28 +1,29 @@
-"""A storage that goes wrong on purpose, at an operation chosen from outside.
+"""A storage that fails on purpose, at an operation that is chosen from outside.
 
     FaultyStorage(inner, Plan([Fault("create", "*/log/*", 2, Kill(When.HALF))]))
     faults+file:///data/run      with CKPTFS_TEST_FAULT="kill-half:create:*/log/*:2"
 
-Every storage operation is counted: those of ``Storage`` by their method's name, those of a writer
-or reader as ``write``, ``close``, ``abort``, ``read_into``, ``close_read``, all under their key.
+Every storage operation is counted under its key. Operations of ``Storage`` have the name of their method;
+those of writers and readers are ``write``, ``close``, ``abort``, ``read_into`` and ``close_read``.
 
     ACTION:OP:KEY PATTERN:N[@RANK[.RESTART]]      several separated by ";"
 
     kill  kill-half  kill-after     SIGKILL to this process, before, half-way through or after it
-    fail=NAME  fail-half=  fail-after=  raise: an errno (ENOSPC), a class of ckptfs.errors, or
+    fail=NAME  fail-half=  fail-after=  raise an errno (ENOSPC), a class of ckptfs.errors, or
                                     KeyboardInterrupt
-    lose                            done, but AnswerLostError is raised
-    lose-undone                     not done, AnswerLostError is raised
-    lose-late=M                     AnswerLostError now, done just before the M-th operation after it
-    hold=PATH                       PATH.reached is made, then it waits until PATH exists
+    lose                            the operation is done, but AnswerLostError is raised
+    lose-undone                     it is not done, and AnswerLostError is raised
+    lose-late=M                     AnswerLostError now; done just before the M-th operation after it
+    hold=PATH                       makes PATH.reached, then waits until PATH exists
 
-OP and KEY PATTERN are shell patterns; N counts the operations that match both, from 1 (``kill:*:*:17``
-is the 17th of all; ``*`` instead of N is every one). RANK and RESTART are torchrun's. ``write`` half-way
-is half of its bytes; ``create`` and ``replace`` half-way leave half of a temporary file;
-``remove_tree`` and ``remove_many`` half-way leave half of the names. CKPTFS_TEST_TRACE=PATH appends one line
-"NUMBER OP KEY" per operation to PATH.RANK, which outlives a SIGKILL.
+OP and KEY PATTERN are shell patterns. N counts the operations that match both, from 1: ``kill:*:*:17`` is
+the 17th of all, and ``*`` instead of N is every one. RANK and RESTART are those of torchrun. ``write``
+half-way writes half of its bytes; ``create`` and ``replace`` half-way leave half of a temporary file;
+``remove_tree`` and ``remove_many`` half-way leave half of the names. CKPTFS_TEST_TRACE=PATH appends one
+line "NUMBER OP KEY" per operation to PATH.RANK, and the file is complete even after a SIGKILL.
 
-A ``Plan`` decides and records, a ``FaultyStorage`` acts. Only ``ckptfs.testing`` reads those variables. Production code never does.
+A ``Plan`` decides and records; a ``FaultyStorage`` acts. Only ``ckptfs.testing`` reads these variables,
+production code never does.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ Done = Callable[[], object]
 
 
 class When(Enum):
-    """At which moment of an operation.
+    """The moment of an operation at which a fault happens.
 
     Attributes:
         BEFORE: Before it.
@@ -97,10 +98,10 @@ class When(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL to this process.
+    """Send SIGKILL to this process.
 
     Attributes:
-        when: At which moment.
+        when: The moment.
     """
 
     when: When = When.BEFORE
@@ -111,9 +112,9 @@ class Fail:
     """Raise an error.
 
     Attributes:
-        error: What is raised: an OSError becomes the typed error of its errno; anything else is raised as it
-            is.
-        when: At which moment.
+        error: The error. An OSError becomes the typed error for its errno; any other error is raised as
+            it is.
+        when: The moment.
     """
 
     error: BaseException
@@ -126,8 +127,8 @@ class Lose:
 
     Attributes:
         done: Whether the operation is done.
-        later: It is done later, by ``deliver`` or after ``after``.
-        after: How many operations later it is done; None: by ``deliver``.
+        later: Whether it is done later instead, by ``Plan.deliver`` or after ``after`` operations.
+        after: How many operations later it is done; None: by ``Plan.deliver``.
     """
 
     done: bool = True
@@ -137,11 +138,11 @@ class Lose:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Set ``reached``, then wait for ``release`` before the operation is done.
+    """Set ``reached``, then wait for ``release`` before doing the operation.
 
     Attributes:
         reached: Set when the operation begins.
-        release: Waited for.
+        release: The operation waits for this event.
     """
 
     reached: threading.Event = field(default_factory=threading.Event)
@@ -150,10 +151,10 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class HoldFile:
-    """The same between processes: make the file ``path``.reached, wait until ``path`` exists.
+    """As ``Hold``, between processes: make the file ``path``.reached, then wait for ``path``.
 
     Attributes:
-        path: The file that is waited for.
+        path: The file that the operation waits for.
     """
 
     path: str
@@ -164,15 +165,15 @@ Action = Kill | Fail | Lose | Hold | HoldFile
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong, at an operation that matches both patterns.
+    """One planned fault, at an operation that matches both patterns.
 
     Attributes:
-        op: Shell pattern of the operation.
-        key: Shell pattern of the key.
-        nth: The number of the matching operation, from 1; None: each of them.
+        op: A shell pattern for the operation.
+        key: A shell pattern for the key.
+        nth: The number of the matching operation, from 1; None: all of them.
         action: What happens.
-        rank: Only in the process with this RANK; None: in all.
-        restart: Only in the process with this TORCHELASTIC_RESTART_COUNT; None: in all.
+        rank: The RANK of the processes that it happens in; None: all.
+        restart: The TORCHELASTIC_RESTART_COUNT of these processes; None: all.
     """
 
     op: str
@@ -183,7 +184,7 @@ class Fault:
     restart: str | None = None
 
     def is_for(self, op: str, key: str) -> bool:
-        """True when operation ``op`` of ``key`` counts for this fault, in this process."""
+        """True if the operation ``op`` on ``key`` counts for this fault in this process."""
         return (
             fnmatch.fnmatchcase(op, self.op)
             and fnmatch.fnmatchcase(key, self.key)
@@ -197,8 +198,8 @@ class Operation:
     """One line of the trace.
 
     Attributes:
-        number: From 1.
-        op: The operation.
+        number: The number of the operation, from 1.
+        op: Its name.
         key: Its key.
     """
 
@@ -208,11 +209,11 @@ class Operation:
 
 
 class Plan:
-    """Faults and the trace of the operations. Thread-safe; may serve several storages.
+    """Planned faults, and the trace of all operations. Thread-safe; several storages may share it.
 
     Args:
-        faults: What goes wrong.
-        trace_path: A file that gets a line for each operation; None: no file.
+        faults: The faults.
+        trace_path: A file to append a line to for each operation; None: no file.
 
     Attributes:
         trace: The operations so far.
@@ -227,7 +228,7 @@ class Plan:
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process begins to count afresh, as it does when it reads the variable itself.
+        # Another process counts from 1 again, as it does when it reads the variable itself.
         return {"faults": self.faults, "_trace_path": self._trace_path}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -235,7 +236,7 @@ class Plan:
 
     @classmethod
     def from_environment(cls) -> Plan:
-        """Return the plan of CKPTFS_TEST_FAULT, with the trace file of CKPTFS_TEST_TRACE.
+        """Return the plan in CKPTFS_TEST_FAULT, with the trace file of CKPTFS_TEST_TRACE.
 
         Raises:
             UriError: The text is not a plan.
@@ -245,16 +246,16 @@ class Plan:
         return cls(parse_faults(text), trace_path=f"{trace}.{_who()}" if trace else None)
 
     def add(self, fault: Fault) -> None:
-        """Add one more ``fault``; it counts from now."""
+        """Add a ``fault``. It counts operations from now on."""
         with self._lock:
             self.faults.append(fault)
             self._seen.append(0)
 
     def begin(self, op: str, key: str) -> Action | None:
-        """Count one operation ``op`` of ``key``.
+        """Count one operation ``op`` on ``key``.
 
         Returns:
-            What goes wrong with it; None: nothing.
+            The fault's action for this operation; None if there is none.
         """
         with self._lock:
             operation = Operation(len(self.trace) + 1, op, key)
@@ -272,14 +273,17 @@ class Plan:
         return found
 
     def later(self, after: int | None, done: Done) -> None:
-        """Keep an operation with a lost answer, ``done``, until ``after`` more operations; None: until
-        ``deliver``.
+        """Keep an operation with a lost answer, to do it later.
+
+        Args:
+            after: After this many more operations; None: when ``deliver`` is called.
+            done: Does the operation.
         """
         with self._lock:
             self._late.append((len(self.trace) + after if after else 1 << 62, done))
 
     def deliver(self) -> None:
-        """Do now, in order, what was lost and is still on its way. Its errors reach nobody."""
+        """Do all kept operations now, in order. Their storage errors are dropped."""
         with self._lock:
             due, self._late = [done for _, done in self._late], []
         _deliver(due)
@@ -295,13 +299,13 @@ class Plan:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """The faults of a CKPTFS_TEST_FAULT text.
+    """The faults in a text of CKPTFS_TEST_FAULT.
 
     Args:
         text: The text.
 
     Raises:
-        UriError: A part of it is wrong; the message says which.
+        UriError: A part of it is invalid; the message says which.
     """
     return [_parse_one(part.strip()) for part in text.split(";") if part.strip()]
 
@@ -355,7 +359,7 @@ def _deliver(due: Iterable[Done]) -> None:
         try:
             done()
         except StorageError:
-            # The caller was told long ago that the answer is lost.
+            # The caller got AnswerLostError long ago.
             continue
 
 
@@ -367,16 +371,16 @@ def _who() -> str:
 
 
 class Do(Protocol):
-    """Counts an operation on a key, and does it, half of it, or something else."""
+    """Counts an operation on a key, and does it or what the plan says instead."""
 
     def __call__(
         self, op: str, key: str, act: Callable[[], T], half: Callable[[], object] | None = None
     ) -> T:
-        """What ``act`` returns, or what the plan says."""
+        """Return the result of ``act``, or do what the plan says."""
 
 
 class FaultyWriter(DataWriter):
-    """A writer of ``key`` with operations that are counted by ``do``; ``inner`` is the real one."""
+    """A writer of ``key`` that passes operations through ``do``; ``inner`` is the real writer."""
 
     def __init__(self, do: Do, key: str, inner: DataWriter) -> None:
         self._do = do
@@ -387,15 +391,15 @@ class FaultyWriter(DataWriter):
 
     @property
     def spared_bytes(self) -> int:  # type: ignore[override]  # a number of the base class
-        """That of inner."""
+        """The value of the real writer."""
         return self._inner.spared_bytes
 
     def read_there(self, offset: int, buffer: memoryview) -> None:
-        """That of inner; not counted."""
+        """Call the real writer; not counted."""
         self._inner.read_there(offset, buffer)
 
     def skip(self, size_bytes: int) -> None:
-        """That of inner; not counted."""
+        """Call the real writer; not counted."""
         self._inner.skip(size_bytes)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -404,12 +408,12 @@ class FaultyWriter(DataWriter):
             self._inner.write(view[: len(view) // 2])
             flush = getattr(self._inner, "flush", None)
             if flush is not None:
-                flush()  # a crash leaves what the kernel has, not what Python still gathers
+                flush()  # a crash leaves what the kernel has, not what Python still buffers
 
         return self._do("write", self._key, lambda: self._send(data), half)
 
     def lend(self, data: bytes | bytearray | memoryview) -> int:
-        """Counted as a write: whoever plans a fault does not care who copies."""
+        """Count it as a write: for a planned fault it makes no difference who copies the bytes."""
         self._send = self._inner.lend
         try:
             return self.write(data)
@@ -423,12 +427,12 @@ class FaultyWriter(DataWriter):
         try:
             self._do("abort", self._key, self._inner.abort)
         except CkptfsError:
-            # abort never raises; a planned failure of it is a removal that did not happen.
+            # abort never raises: a planned failure means that nothing was removed.
             return
 
 
 class FaultyReader(DataReader):
-    """A reader of ``key`` with operations that are counted by ``do``; ``inner`` is the real one."""
+    """A reader of ``key`` that passes operations through ``do``; ``inner`` is the real reader."""
 
     def __init__(self, do: Do, key: str, inner: DataReader) -> None:
         self._do = do
@@ -442,7 +446,7 @@ class FaultyReader(DataReader):
         self._do("read_into", self._key, lambda: self._inner.read_into(offset, buffer))
 
     def keep_cached(self) -> None:
-        """That of inner; not counted."""
+        """Call the real reader; not counted."""
         self._inner.keep_cached()
 
     def close(self) -> None:
@@ -450,8 +454,8 @@ class FaultyReader(DataReader):
 
 
 class FaultyWindows(ParallelWriter):
-    """A parallel writer of ``key`` with operations that are counted by ``do``, each window as a ``write``;
-    ``inner`` is the real one.
+    """A parallel writer of ``key`` that passes operations through ``do``; a window is a ``write``.
+    ``inner`` is the real writer.
     """
 
     def __init__(self, do: Do, key: str, inner: ParallelWriter) -> None:
@@ -462,12 +466,12 @@ class FaultyWindows(ParallelWriter):
 
     @property
     def engine(self) -> Engine:
-        """That of inner."""
+        """The engine of the real writer."""
         return self._inner.engine
 
     @property
     def direct_bytes(self) -> int:
-        """That of inner."""
+        """The value of the real writer."""
         return self._inner.direct_bytes
 
     def write_at(self, offset: int, views: Iterable[memoryview]) -> None:
@@ -488,33 +492,33 @@ class FaultyWindows(ParallelWriter):
 
 
 def open_faulty(uri: Uri, storage_options: Mapping[str, Any]) -> FaultyStorage:
-    """The registry's factory of ``faults+X``: X with the plan of the environment.
+    """The factory of ``faults+X`` for the registry: the storage X with the plan of the environment.
 
     Args:
         uri: ``faults+`` and the URI of the real storage.
-        storage_options: Those of the real storage.
+        storage_options: The options of the real storage.
 
     Returns:
         The storage.
 
     Raises:
-        UriError: CKPTFS_TEST_FAULT is no plan, or the URI cannot be opened.
+        UriError: CKPTFS_TEST_FAULT is not a plan, or the URI cannot be opened.
     """
     inner = open_storage(uri.with_protocol(uri.protocol.removeprefix("faults+")), storage_options)
     return FaultyStorage(inner, Plan.from_environment(), root=uri)
 
 
 class FaultyStorage(Storage):
-    """A storage with a plan of what goes wrong, at which operation.
+    """A storage that fails as a plan says.
 
     Args:
         inner: The real storage.
-        plan: What goes wrong; its trace has every operation.
-        root: The URI that it calls itself; None: that of ``inner``.
+        plan: The planned faults; its trace records every operation.
+        root: The URI that the storage presents as its own; None: that of ``inner``.
 
     Attributes:
         inner: The real storage.
-        plan: What goes wrong, and the trace.
+        plan: The planned faults and the trace.
     """
 
     def __init__(self, inner: Storage, plan: Plan, *, root: Uri | None = None) -> None:
@@ -524,11 +528,11 @@ class FaultyStorage(Storage):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of inner; not counted."""
+        """The capabilities of the real storage; not counted."""
         return self.inner.capabilities
 
     def probe(self, key: str) -> Capabilities:
-        """That of inner; not counted."""
+        """Probe the real storage; not counted."""
         return self.inner.probe(key)
 
     def read(self, key: str) -> bytes:
@@ -575,13 +579,13 @@ class FaultyStorage(Storage):
         return self._do("open_write", key, opened)
 
     def files_at_once(self, key: str, size_bytes: int) -> int:
-        """As the inner storage."""
+        """Return the value of the real storage."""
         return self.inner.files_at_once(key, size_bytes)
 
     def open_parallel(
         self, key: str, *, size_bytes: int, engine: Engine | None = None
     ) -> ParallelWriter | None:
-        """Counted as ``open_write``, whose place it takes; not where inner has none."""
+        """Count it as ``open_write``, which it replaces; no count if inner has no such writer."""
         writer = self.inner.open_parallel(key, size_bytes=size_bytes, engine=engine)
         if writer is None:
             return None
@@ -592,7 +596,7 @@ class FaultyStorage(Storage):
             raise
 
     def open_kept(self, key: str, *, size_bytes: int) -> DataWriter:
-        """Counted as ``open_write``."""
+        """Count it as ``open_write``."""
 
         def opened() -> DataWriter:
             return FaultyWriter(self._do, key, self.inner.open_kept(key, size_bytes=size_bytes))
@@ -660,7 +664,7 @@ class FaultyStorage(Storage):
         return self._do("space", "", self.inner.space)
 
     def local_path(self, key: str) -> str | None:
-        """That of inner; what is done there passes the plan by."""
+        """Return the path in the real storage; operations on that path bypass the plan."""
         return self.inner.local_path(key)
 
     def close(self) -> None:
@@ -701,7 +705,7 @@ class FaultyStorage(Storage):
         raise error
 
     def _half_file(self, key: str, data: bytes, *, plain: bool) -> None:
-        """What a crash in the middle of writing ``key`` leaves: half of a temporary file."""
+        """Leave half of a temporary file, as a crash in the middle of writing ``key`` does."""
         if self.inner.capabilities.shape is not Shape.FILESYSTEM:
             return
         half = data[: len(data) // 2]
@@ -716,7 +720,7 @@ class FaultyStorage(Storage):
     def _half_tree(self, key: str) -> None:
         mounted = self.inner.capabilities.shape is Shape.FILESYSTEM
         if mounted and not self.inner.stat(key).is_dir:
-            return  # of one file there is no half
+            return  # there is no half of one file
         names = self.inner.list(key)
         for entry in names[: (len(names) + 1) // 2]:
             self.inner.remove_tree(f"{key}/{entry.name}")

@@ -1,26 +1,26 @@
-"""An object store in this process's memory, behind the contract of the real clients.
+"""An object store in this process's memory, with the interface of the real clients.
 
     store = MemoryObjects(Plan([...]))                       a server: objects, uploads, a request log
     MemoryObjectClient(store)                                a client of it: one try per request
-    ObjectStorage(Uri.parse("s3://b/run"), client)           what is under test
-    open_storage("objects+memory://b/run")                   the same by URI, ``STORES`` holding it
+    ObjectStorage(Uri.parse("s3://b/run"), client)           the storage under test
+    open_storage("objects+memory://b/run")                   the same by URI, with a bucket of ``STORES``
 
-What goes wrong is planned with ``ckptfs.testing.faults``. Operations are the client's methods (``get``
+Faults are planned with ``ckptfs.testing.faults``. The operations are the client's methods (``get``
 ``get_range`` ``put`` ``head`` ``list_keys`` ``delete`` ``begin_upload`` ``put_part`` ``complete``
-``abort`` ``list_uploads`` ``abort_pending``), keys are whole keys:
+``abort`` ``list_uploads`` ``abort_pending``), and keys are whole keys:
 
-    Fault("put", "*/log/*", 1, Lose())                       it was done, and the answer was lost
-    Fault("put_part", "*", 3, Fail(TransientError(...)))     refused before, or (When.AFTER) after it acted
-    Fault("get_range", "*", 1, Fail(..., When.HALF))         a body that is cut in the middle
-    Fault("*", "*", None, Hold())                            as slow as the test likes
+    Fault("put", "*/log/*", 1, Lose())                       the put is done, and its answer is lost
+    Fault("put_part", "*", 3, Fail(TransientError(...)))     fails before or (When.AFTER) after it acts
+    Fault("get_range", "*", 1, Fail(..., When.HALF))         the body is cut in the middle
+    Fault("*", "*", None, Hold())                            as slow as the test wants
 
-    store.manners = Manners(if_absent=Manner.IGNORES, ...)   what the server makes of conditions
+    store.manners = Manners(if_absent=Manner.IGNORES, ...)   how the server treats conditions
     store.put_behind("run/f", data)                          another writer: the etag changes
-    store.locked = {"run/step_1/*"}                          deletes of these are AccessError
-    store.requests("put")                                    what was asked, in order; ``counts()``
+    store.locked = {"run/step_1/*"}                          deletes of these raise AccessError
+    store.requests("put")                                    the requests, in order; also ``counts()``
 
-Thread-safe. Belongs to one process, as ``memory://`` does. Limits are those of a small S3, enforced:
-parts below the least size, or too many of them, fail at ``complete`` as they do there.
+Thread-safe. A store belongs to one process, as with ``memory://``. The limits are those of a small S3 and
+are enforced: parts that are too small or too many fail at ``complete``, as they do there.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ _SERVERS = itertools.count(1)
 
 
 class Manner(Enum):
-    """What a server makes of a condition.
+    """How a server treats a condition.
 
     Attributes:
         HONOURS: It honours it.
-        IGNORES: It writes all the same.
+        IGNORES: It ignores it, and writes.
         REFUSES: It answers 501.
-        BARE_ONLY: It knows an etag only without its quotation marks.
+        BARE_ONLY: It honours it, but recognises an etag only without its quotation marks.
     """
 
     HONOURS = "honours"
@@ -113,11 +113,11 @@ class Manner(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Manners:
-    """What a server makes of both conditions.
+    """How a server treats the two conditions.
 
     Attributes:
-        if_absent: What it makes of "only if absent".
-        if_match: What it makes of "only if it matches".
+        if_absent: How it treats "only if absent".
+        if_match: How it treats "only if it matches".
     """
 
     if_absent: Manner = Manner.HONOURS
@@ -139,12 +139,12 @@ class Stored:
 
 @dataclass(slots=True)
 class Pending:
-    """One upload that is not complete.
+    """An upload that is not complete.
 
     Attributes:
-        key: The object that it would become.
+        key: The object that it will become.
         began_s: When it began, in seconds of the server's clock.
-        parts: Bytes of each part, by number.
+        parts: The bytes of each part, by number.
     """
 
     key: str
@@ -156,18 +156,18 @@ class MemoryObjects:
     """One bucket and its server.
 
     Args:
-        plan: What goes wrong, at which request; None: nothing.
-        limits: Of the server.
-        manners: What it makes of conditions.
-        clock: The server's, in seconds.
+        plan: The planned faults; None: none.
+        limits: The limits of the server.
+        manners: How it treats conditions.
+        clock: The server's clock, in seconds.
 
     Attributes:
         locked: Shell patterns of keys that may not be deleted.
         objects: The objects, by key.
-        uploads: Uploads that are not complete, by id.
+        uploads: The uploads that are not complete, by id.
         lock: Held while a request is served.
-        pid: The process that made it.
-        number: Tells servers of one process apart.
+        pid: The id of the process that made it.
+        number: Identifies the server among those of its process.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class MemoryObjects:
         self._numbers = itertools.count(1)
 
     def requests(self, op: str = "*") -> list[Operation]:
-        """Return the requests so far, in order, with an operation that fits the shell pattern ``op``."""
+        """Return the requests so far, in order, that match the shell pattern ``op``."""
         return [o for o in self.plan.trace if fnmatch.fnmatchcase(o.op, op)]
 
     def counts(self) -> Counter[str]:
@@ -199,7 +199,7 @@ class MemoryObjects:
         return Counter(o.op for o in self.plan.trace)
 
     def put_behind(self, key: str, data: bytes) -> str:
-        """Write as another writer does: not counted, under no plan and no condition.
+        """Write as another writer would: not counted, without planned faults and conditions.
 
         Args:
             key: The object.
@@ -232,19 +232,19 @@ class MemoryStores:
         self._held: dict[str, MemoryObjects] = {}
 
     def bucket(self, name: str) -> MemoryObjects:
-        """The bucket ``name``, made at first use."""
+        """The bucket ``name``; it is made at first use."""
         return self._held.get(name) or self._held.setdefault(name, MemoryObjects())
 
     def put(self, name: str, store: MemoryObjects) -> None:
-        """Let ``objects+memory://name`` lead to ``store``, for this ``name``."""
+        """Make ``objects+memory://`` URIs with the bucket ``name`` lead to ``store``."""
         self._held[name] = store
 
     def drop(self, name: str) -> None:
-        """Forget the bucket ``name``; absent is success."""
+        """Remove the bucket ``name``. Does nothing if there is none."""
         self._held.pop(name, None)
 
 
-# The buckets that objects+memory:// URIs name: process-wide by the nature of the scheme.
+# The buckets of objects+memory:// URIs. Such URIs are valid in the whole process, so this is global.
 STORES = MemoryStores()
 
 
@@ -254,14 +254,15 @@ _BOTH = Conditions(if_absent=True, if_match=True)
 
 
 def open_memory_objects(uri: Uri, storage_options: Mapping[str, Any]) -> ObjectStorage:
-    """The registry's factory of ``objects+memory``: an object store in the memory of this process.
+    """The factory of ``objects+memory``: an object store in the memory of this process.
 
     Args:
-        uri: ``objects+memory://bucket/run``; all storages of one bucket in this process see the same objects.
-        storage_options: The options of all object stores.
+        uri: ``objects+memory://bucket/run``. All storages of one bucket in this process see the same
+            objects.
+        storage_options: The options that all object stores have.
 
     Raises:
-        UriError: Another option, or there are several processes.
+        UriError: Another option is given, or there are several processes.
     """
     options, rest = parse_options(uri, storage_options)
     if rest:
@@ -272,16 +273,16 @@ def open_memory_objects(uri: Uri, storage_options: Mapping[str, Any]) -> ObjectS
 
 
 class MemoryObjectClient(ObjectClient):
-    """A client of one bucket. It pickles only if the bucket was named.
+    """A client of one bucket. It can be pickled only if the bucket was given by name.
 
     Args:
         store: The bucket, or its name in ``STORES``.
-        asks: The conditions that it can ask for.
+        asks: The conditions that the client supports.
 
     Attributes:
         endpoint: A URI that no other server has.
-        limits: Those of the server.
-        conditions: The conditions that it can ask for.
+        limits: The limits of the server.
+        conditions: The conditions that the client supports.
     """
 
     copies_parts = False
@@ -289,7 +290,7 @@ class MemoryObjectClient(ObjectClient):
     def __init__(self, store: MemoryObjects | str, *, asks: Conditions = _BOTH) -> None:
         self._name = store if isinstance(store, str) else ""
         self._store = STORES.bucket(store) if isinstance(store, str) else store
-        # Never an endpoint twice: what a process has seen of one is no news of the next.
+        # Never the same endpoint twice: what a process learnt of one server must not apply to another.
         self.endpoint = f"objects+memory://server-{self._store.number}"
         self.limits = self._store.limits
         self.conditions = asks
@@ -303,7 +304,7 @@ class MemoryObjectClient(ObjectClient):
 
     @property
     def store(self) -> MemoryObjects:
-        """The server. UriError in another process than the one that made it."""
+        """The server; a UriError is raised in any process but the one that made it."""
         if self._store.pid != os.getpid():
             raise UriError("objects+memory:// belongs to the process that opened it")
         return self._store
@@ -329,7 +330,7 @@ class MemoryObjectClient(ObjectClient):
         self._do("get_range", key, lambda: fill(len(out)), lambda: fill(len(out) // 2))
 
     def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
-        # Taken now: what a lost request carries must not change when it is done later.
+        # Copied now: the body of a lost request must not change before it is done later.
         body = bytes(data)
 
         def act() -> str:

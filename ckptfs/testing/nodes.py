@@ -1,11 +1,11 @@
-"""Node-local disks on one machine: one URI, another directory on every simulated node.
+"""Node-local disks on one machine: one URI is a different directory on every simulated node.
 
     nodes+file:///tmp/x/@node/run  ->  /tmp/x/a/run on node "a", /tmp/x/b/run on node "b"
     nodes+file:///tmp/x            ->  /tmp/x/a        and        /tmp/x/b
 
-The node is CKPTFS_NODE, else torchrun's GROUP_RANK, else "0". ``str(root)`` is the same on every
-rank, as it is with real node-local disks. With ``@node`` in the path any depth below it may be
-opened; without it the root itself is the mount point, and must be opened as it is.
+The node is the value of CKPTFS_NODE, else of torchrun's GROUP_RANK, else "0". ``str(root)`` is the same
+on every rank, as with real node-local disks. If the path contains ``@node``, any directory below it may
+be opened. Without it the root itself is the mount point, and only the root may be opened.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ MARK = "@node"
 
 
 def this_node(environment: Mapping[str, str] | None = None) -> str:
-    """The simulated node of this process, by the variables of ``environment``; None: its own."""
+    """The simulated node of this process, by ``environment``; None: the process's own variables."""
     variables = os.environ if environment is None else environment
     return variables.get("CKPTFS_NODE") or variables.get("GROUP_RANK") or "0"
 
 
 def node_directory(uri: Uri, node: str) -> str:
-    """Return where a URI really is on a node.
+    """Return the real directory of a URI on a node.
 
     Args:
         uri: A URI of ``nodes+file``.
         node: The simulated node.
 
     Raises:
-        UriError: The node is not one component.
+        UriError: The node is not one component of a path.
     """
     check_key(node)
     if not node or "/" in node:
@@ -50,14 +50,14 @@ def node_directory(uri: Uri, node: str) -> str:
 
 
 def open_nodes(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
-    """The registry's factory of ``nodes+file``.
+    """The factory of ``nodes+file`` for the registry of storages.
 
     Args:
         uri: ``nodes+file:///path``.
-        storage_options: There are none.
+        storage_options: Must be empty.
 
     Raises:
-        UriError: Another protocol, or any option.
+        UriError: The protocol is another one, or an option is given.
     """
     if uri.protocol != "nodes+file" or storage_options:
         raise UriError("simulated nodes are directories: nodes+file:///path", uri=uri)

@@ -1,9 +1,9 @@
-"""A storage that can be read and nothing else, as a read-only mount or key would be.
+"""A storage that can only be read, like a read-only mount, or an object store with a read-only key.
 
     ReadOnlyStorage(open_storage(uri))      every method that would change a byte raises AccessError
 
-Put it under a reader to show that the reader needs read permission only, and changes nothing.
-``refused`` counts what was tried; a reader that is right leaves it at 0.
+Give it to a reader to show that the reader needs only read permission and changes nothing. ``refused``
+counts the writes that were tried; a correct reader leaves it at 0.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 
 class ReadOnlyStorage(Storage):
-    """A storage without its writing half.
+    """A storage that refuses all writes.
 
     Args:
         inner: The real storage.
 
     Attributes:
-        refused: How many calls were refused.
+        refused: The number of calls that were refused.
     """
 
     def __init__(self, inner: Storage) -> None:

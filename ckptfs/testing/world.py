@@ -1,13 +1,14 @@
-"""Simulated worlds: many ranks as threads of one process, with the semantics of real ones.
+"""Simulated worlds: many ranks as threads of one process, with the semantics of real ranks.
 
     def save(control: Control) -> str: ...
     ends = simulate(4, save, nodes=["a", "a", "b", "b"])
     assert [end.get() for end in ends] == [...]           # get() raises what the rank raised
 
-``ThreadControl`` is the in-process Control: same verdicts, same travelling errors (through the same
-codec, so a value that cannot be pickled fails here too), same barrier. A rank that ends early,
-leaves, or *dies* (``SimulatedDeath``, raised by a fault wrapper at its operation k) ends the step
-of the others with the CollectiveError that a real control raises. Thousands of cases cost seconds.
+``ThreadControl`` is the in-process Control. It has the same verdicts, the same barrier, and the same
+errors between ranks; these pass through the same codec, so a value that cannot be pickled fails here too.
+If a rank ends early, leaves, or *dies* (``SimulatedDeath``, raised by a fault wrapper at its operation
+k), the step of the others ends with the CollectiveError that a real control raises. Thousands of cases
+take seconds.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ T = TypeVar("T")
 
 
 class SimulatedDeath(BaseException):
-    """This rank's process ends here, as if killed: nothing below may catch it, nothing runs after.
+    """This rank's process ends here, as if it was killed. No code under test may catch it.
 
-    Whatever raised it must refuse every later operation of the same rank: threads run ``finally``
-    blocks where a killed process runs none.
+    The wrapper that raised it must refuse every later operation of the same rank, because a thread runs
+    ``finally`` blocks and a killed process does not.
     """
 
 
@@ -55,8 +56,8 @@ class End(Generic[T]):
 
     Attributes:
         rank: The rank.
-        value: What it returned; None where it raised.
-        error: What it raised; None where it returned.
+        value: What it returned; None if it raised.
+        error: What it raised; None if it returned.
     """
 
     rank: int
@@ -65,11 +66,11 @@ class End(Generic[T]):
 
     @property
     def died(self) -> bool:
-        """True when it was killed by SimulatedDeath."""
+        """Whether SimulatedDeath killed it."""
         return isinstance(self.error, SimulatedDeath)
 
     def get(self) -> T:
-        """The value; raises what the rank raised."""
+        """The value that the rank returned; raises what the rank raised."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value] # None is a value too
@@ -83,14 +84,14 @@ def simulate(
     timeout_s: float = 30.0,
     job_id: str | None = "simulated",
 ) -> list[End[T]]:
-    """Run ``fn(control)`` on ranks that are threads of this process, all at once.
+    """Run ``fn(control)`` on simulated ranks, all at the same time, as threads of this process.
 
     Args:
-        size: How many ranks.
-        fn: What each rank does.
+        size: The number of ranks.
+        fn: The function that each rank runs.
         nodes: The node of each rank; None puts all of them on one.
-        timeout_s: How many seconds of real time a step waits for a rank that neither calls nor ends; then it
-            ends with a ``DeadlineError``.
+        timeout_s: How many seconds of real time a step waits for a rank that neither calls nor ends.
+            After that the step ends with a ``DeadlineError``.
         job_id: The name of the job; None: it has none.
 
     Returns:
@@ -118,7 +119,7 @@ def simulate(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * timeout_s + 60)  # a hang of the code under test is a failure with a name
+        thread.join(2 * timeout_s + 60)  # if the code under test hangs, the End says which rank
     return ends
 
 
@@ -132,7 +133,7 @@ def thread_worlds(
     """The controls of one simulated world, for tests that run the threads themselves.
 
     Args:
-        size: How many ranks.
+        size: The number of ranks.
         nodes: The node of each rank; None puts all of them on one.
         timeout_s: How many seconds of real time a step waits for a rank.
         job_id: The name of the job; None: it has none.
@@ -144,15 +145,15 @@ def thread_worlds(
 def worlds_of(
     size: int, nodes: Sequence[str] | None = None, job_id: str | None = "simulated"
 ) -> tuple[World, ...]:
-    """Return what every simulated rank knows of all.
+    """Return the World of every simulated rank.
 
     Args:
-        size: How many ranks.
+        size: The number of ranks.
         nodes: The node of each rank; None puts all of them on one.
         job_id: The name of the job; None: it has none.
 
     Raises:
-        StateError: There are not as many nodes as ranks.
+        StateError: The number of nodes is not the number of ranks.
     """
     names = list(nodes or ["node0"] * size)
     if len(names) != size:
@@ -168,7 +169,7 @@ def worlds_of(
 
 @dataclass
 class _Step:
-    """One step under way: what was said so far, and the answer once there is one."""
+    """One step under way: the messages so far, and the answer once there is one."""
 
     said: dict[int, bytes] = field(default_factory=dict)
     answer: bytes | None = None
@@ -177,7 +178,7 @@ class _Step:
 
 
 class _Hall:
-    """Where the threads meet. All fields are guarded by ``news``."""
+    """The shared state of all ranks. ``news`` guards all fields."""
 
     def __init__(self, worlds: tuple[World, ...], timeout_s: float) -> None:
         self.worlds = worlds
@@ -191,7 +192,10 @@ class _Hall:
         return self.steps.setdefault(key, _Step())
 
     def lost(self, clone: str, said: dict[int, bytes]) -> dict[int, Failure]:
-        """Ranks that can never complete this step: the dead at once, those who left if silent."""
+        """Return the ranks that can never complete this step, with the reasons.
+
+        These are the dead ranks, and those that left before they sent their message.
+        """
         lost = {}
         for rank, world in enumerate(self.worlds):
             why = "the process is gone" if rank in self.dead else None
@@ -204,15 +208,15 @@ class _Hall:
 
 
 class ThreadControl:
-    """The in-process Control of one simulated rank; see ``Control`` for what each call means.
+    """The in-process Control of one simulated rank; see ``Control`` for the meaning of each call.
 
     Args:
-        hall: All ranks.
-        rank: This one.
-        path: Names this control among its clones.
+        hall: The shared state of all ranks.
+        rank: The number of this rank.
+        path: Identifies this control among its clones.
 
     Attributes:
-        world: This rank.
+        world: The World of this rank.
     """
 
     def __init__(self, hall: _Hall, rank: int, path: str) -> None:
@@ -224,24 +228,24 @@ class ThreadControl:
 
     @property
     def worlds(self) -> tuple[World, ...]:
-        """Every simulated rank's World."""
+        """The World of every simulated rank."""
         return self._hall.worlds
 
     @property
     def rank(self) -> int:
-        """0 ... size - 1."""
+        """The number of this rank, from 0 to size - 1."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks that take part."""
         return len(self.worlds)
 
     def step(
         self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None = None
     ) -> Any:
-        """Return what ``decide`` makes of the values of ``local`` on all ranks, in the step ``label``; None:
-        nothing. As ``Control.step``.
+        """Return what ``decide`` makes of the values of ``local`` on all ranks; None: these values.
+        As ``Control.step``; ``label`` names the step in messages.
         """
         key = (self._path, self._index)
         said, problem = attempt(label, local, self.world)
@@ -251,7 +255,7 @@ class ThreadControl:
         self._say(key, said)
         if problem is not None and not isinstance(problem, Exception):
             if self.rank == 0:
-                self._interrupted(key, said)  # nobody else would decide
+                self._interrupted(key, said)  # no other rank would decide
             raise problem
         if self.rank == 0:
             self._decide(key, label, decide)
@@ -262,25 +266,25 @@ class ThreadControl:
         return verdict.unwrap(problem)
 
     def clone(self) -> ThreadControl:
-        """Return a clone, as ``Control.clone``."""
+        """Return a clone, like ``Control.clone``."""
         self._clones.append(
             ThreadControl(self._hall, self.rank, f"{self._path}/{len(self._clones)}")
         )
         return self._clones[-1]
 
     def close(self) -> None:
-        """As ``Control.close``; there is no store to linger for."""
+        """Leave, like ``Control.close``, but without waiting: no store has to be kept alive."""
         with self._hall.news:
             self._hall.gone.setdefault((self._path, self.rank), f"left: {self.world.place}")
             self._hall.news.notify_all()
 
     def leave_all(self) -> None:
-        """This rank's function has returned: it will call nothing more, on any clone."""
+        """Close this control and all its clones, because this rank's function has returned."""
         for control in self._family():
             control.close()
 
     def die(self) -> None:
-        """This rank's process is gone: the others' steps fail, whatever it had said."""
+        """Mark this rank's process as dead: the others' steps fail, even if it sent its message."""
         with self._hall.news:
             self._hall.dead.add(self.rank)
             self._hall.news.notify_all()
@@ -369,7 +373,7 @@ class ThreadControl:
             step = hall.step(key)
             while step.answer is None:
                 lost = hall.lost(self._path, step.said)
-                # Once everybody has called, only the coordinator's own end may still fail it.
+                # Once all ranks have sent their messages, only the coordinator's end can fail the step.
                 if lost and (not step.deciding or 0 in lost):
                     failed = collective_error(label, lost, hall.worlds)
                     step.answer = encode_verdict(Verdict(error=failed))

@@ -15,20 +15,20 @@ from ckptfs.storage.base import Shape, Storage
 
 __all__ = ["BAD_KEYS", "SIZES", "Conformance", "pattern", "together", "write_and_raise"]
 
-# Around the sizes where implementations change their ways: nothing, one byte, a gathered write,
-# a gather buffer and one more, several of them.
+# Sizes around those at which implementations change their behaviour: nothing, one byte, a buffered
+# write, a whole buffer and one byte more, several buffers.
 SIZES = (0, 1, 4095, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 7)
 BAD_KEYS = ("../x", "/x", "a/../../x", "a//b", "./a", "a/", "a\0b")
 
 
 def together(*calls: Callable[[], object]) -> list[BaseException | None]:
-    """Run all calls at once, each in a thread.
+    """Run all calls at the same time, each in a thread.
 
     Args:
         calls: Functions without arguments.
 
     Returns:
-        What each raised, in their order; None of one that raised nothing.
+        What each call raised, in the order of the calls; None for one that raised nothing.
     """
     outcomes: list[BaseException | None] = [None] * len(calls)
     gate = threading.Barrier(len(calls))
@@ -49,7 +49,7 @@ def together(*calls: Callable[[], object]) -> list[BaseException | None]:
 
 
 def pattern(size_bytes: int) -> bytes:
-    """Bytes whose neighbours differ, so that a shifted or repeated block is seen."""
+    """Return bytes in a pattern that shows shifted or repeated blocks; at least ``size_bytes``."""
     return bytes((i * 31 + (i >> 8) * 17) & 0xFF for i in range(min(size_bytes, 65536))) * (
         size_bytes // 65536 + 1
     )
@@ -65,28 +65,28 @@ class Conformance:
     """The hooks that a backend fills in, and the fixtures that the tests share."""
 
     def make_storage(self, place: Path) -> Storage:
-        """A storage whose root does not exist yet; ``place`` is an empty directory to use."""
+        """Return a storage with a root that does not exist, in the empty directory ``place``."""
         raise NotImplementedError
 
     def raw_write(self, key: str, data: bytes) -> None:
-        """Put ``data`` under ``key`` of the last made storage, parents included."""
+        """Write ``data`` under ``key`` of the storage that was made last; make missing parents."""
         raise NotImplementedError
 
     def raw_read(self, key: str) -> bytes:
-        """Return the bytes that are really there under ``key``."""
+        """Return the bytes that the medium has under ``key``, without using the storage."""
         raise NotImplementedError
 
     def raw_exists(self, key: str) -> bool:
-        """Whether a file, an object or a directory is really there under ``key``."""
+        """Whether the medium has a file, an object or a directory under ``key``."""
         raise NotImplementedError
 
     def raw_list(self) -> list[str]:
-        """The key of every file or object below the root, temporary ones too."""
+        """Return the keys of all files or objects below the root, temporary ones included."""
         raise NotImplementedError
 
     @pytest.fixture
     def fresh(self, tmp_path: Path) -> Iterator[Storage]:
-        """A storage with no root yet, made in ``tmp_path``."""
+        """A storage in ``tmp_path`` with a root that does not exist yet."""
         storage = self.make_storage(tmp_path)
         yield storage
         storage.close()
@@ -100,14 +100,14 @@ class Conformance:
 
     @pytest.fixture
     def tree(self, store: Storage) -> Storage:
-        """Return ``store`` where directories are real, else skip."""
+        """Return ``store`` if it has real directories, else skip."""
         if store.capabilities.shape is not Shape.FILESYSTEM:
             pytest.skip("an object store has no directories")
         return store
 
     @pytest.fixture
     def exclusive(self, store: Storage) -> Storage:
-        """Return ``store`` where create excludes, else skip (its refusal has a test of its own)."""
+        """Return ``store`` if create is exclusive, else skip; another test checks the refusal."""
         try:
             store.create("d/probe", b"", staging="tmp/probe")
         except UnsupportedError:

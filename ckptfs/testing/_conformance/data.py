@@ -1,4 +1,4 @@
-"""Data files, streamed or written in windows by several threads: whole or absent, whatever happens."""
+"""Tests of data files, streamed or written in windows by several threads: whole or absent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["DataFiles", "ParallelFiles"]
 
 
 class DataFiles(Conformance):
-    """open_write and open_read."""
+    """Tests of open_write and open_read."""
 
     def test_written_files_are_whole(self, store: Storage) -> None:
         """Any mixture of small and large writes arrives in order."""
@@ -42,7 +42,7 @@ class DataFiles(Conformance):
         assert self.raw_list() == ["d/f"]
 
     def test_written_buffers_may_be_reused(self, store: Storage) -> None:
-        """The buffer is the caller's again as soon as write returns, small or large."""
+        """The caller may reuse the buffer as soon as write returns, whatever its size."""
         for size_bytes in (10, 2 << 20):
             buffer = bytearray(b"a" * size_bytes)
             with store.open_write("d/f") as writer:
@@ -52,14 +52,14 @@ class DataFiles(Conformance):
             assert self.raw_read("d/f") == b"a" * size_bytes + b"b" * size_bytes
 
     def test_written_views_of_other_types(self, store: Storage) -> None:
-        """A view of doubles is its bytes, and the count is in bytes."""
+        """A view of doubles is written as bytes, and the returned count is in bytes."""
         numbers = array.array("d", [1.5, 2.5, 3.5])
         with store.open_write("d/f") as writer:
             assert writer.write(memoryview(numbers)) == 24
         assert self.raw_read("d/f") == numbers.tobytes()
 
     def test_invisible_before_close(self, store: Storage) -> None:
-        """Nothing is under the key until close returns, and an older file stays readable."""
+        """The key has no file until close returns, and an older file stays readable."""
         writer = store.open_write("d/f")
         writer.write(b"x" * (2 << 20))
         assert not self.raw_exists("d/f")
@@ -82,7 +82,7 @@ class DataFiles(Conformance):
         assert self.raw_list() == []
 
     def test_an_error_keeps_the_older_file(self, store: Storage) -> None:
-        """An aborted rewrite leaves the file that was there."""
+        """An aborted rewrite leaves the older file."""
         self.raw_write("d/f", b"older")
         with pytest.raises(RuntimeError):
             write_and_raise(store, "d/f", b"newer" * 500_000, RuntimeError)
@@ -90,7 +90,7 @@ class DataFiles(Conformance):
         assert self.raw_list() == ["d/f"]
 
     def test_abort_and_close_are_harmless_twice(self, store: Storage) -> None:
-        """close, close, abort keeps the file; abort, abort leaves nothing; then nothing is writable."""
+        """close, close, abort keeps the file; abort, abort leaves nothing; later writes fail."""
         writer = store.open_write("d/f")
         writer.write(b"x")
         writer.close()
@@ -114,7 +114,7 @@ class DataFiles(Conformance):
         assert not self.raw_exists("d/f")
 
     def test_last_writer_of_a_key_wins(self, store: Storage) -> None:
-        """Two writers of one key do not mix: the one that closes last is there, whole."""
+        """Two writers of one key do not mix: the file of the one that closes last is whole."""
         first, second = store.open_write("d/f"), store.open_write("d/f")
         second.write(b"2" * 2_000_000)
         first.write(b"1" * 1_500_000)
@@ -124,13 +124,13 @@ class DataFiles(Conformance):
         assert self.raw_list() == ["d/f"]
 
     def test_open_write_needs_its_directory(self, tree: Storage) -> None:
-        """NotFoundError where the parent is missing, and nothing is made."""
+        """A missing parent is NotFoundError, and nothing is made."""
         with pytest.raises(NotFoundError):
             tree.open_write("absent/f")
         assert not self.raw_exists("absent")
 
     def test_writers_in_many_threads(self, store: Storage) -> None:
-        """Eight files written at once by eight threads are each whole."""
+        """Eight files that eight threads write at the same time are all whole."""
 
         def write(index: int) -> Callable[[], None]:
             def call() -> None:
@@ -147,7 +147,7 @@ class DataFiles(Conformance):
     # -- open_read -----------------------------------------------------------------------
 
     def test_ranged_reads(self, store: Storage) -> None:
-        """Any range fills the buffer given, into views of other types too."""
+        """A read of any range fills the given buffer, also a view of another type."""
         data = pattern(3 << 20)
         self.raw_write("d/f", data)
         with store.open_read("d/f") as reader:
@@ -161,7 +161,7 @@ class DataFiles(Conformance):
             assert numbers.tobytes() == data[16:96]
 
     def test_reads_past_the_end(self, store: Storage) -> None:
-        """A range that the file does not have is IntegrityError, never a short buffer."""
+        """A range beyond the end of the file is IntegrityError, never a partly filled buffer."""
         self.raw_write("d/f", b"12345")
         with store.open_read("d/f") as reader:
             for offset, size_bytes in ((0, 6), (3, 3), (5, 1), (100, 1)):
@@ -187,7 +187,7 @@ class DataFiles(Conformance):
             assert together(*(read(index) for index in range(6))) == [None] * 6
 
     def test_a_closed_reader_says_so(self, store: Storage) -> None:
-        """Close is harmless twice, and reading afterwards is an error."""
+        """Closing twice does no harm, and reading afterwards is an error."""
         self.raw_write("d/f", b"12345")
         reader = store.open_read("d/f")
         reader.close()
@@ -203,7 +203,7 @@ _EACH = pytest.mark.parametrize("engine", [None, Engine.DIRECT, Engine.BUFFERED]
 
 
 def opened(store: Storage, size_bytes: int, engine: Engine | None) -> ParallelWriter:
-    """A writer of ``d/f``; skips where the store has none."""
+    """Return a parallel writer of ``d/f``; skip if the store has none."""
     writer = store.open_parallel("d/f", size_bytes=size_bytes, engine=engine)
     if writer is None:
         pytest.skip("this store takes streams only")
@@ -211,7 +211,7 @@ def opened(store: Storage, size_bytes: int, engine: Engine | None) -> ParallelWr
 
 
 def windows(writer: ParallelWriter, data: bytes) -> list[tuple[int, list[memoryview]]]:
-    """The file cut into windows, each in pieces of odd sizes with an empty one among them."""
+    """Cut a file into windows, each in pieces of odd sizes, one of them empty."""
     cut: list[tuple[int, list[memoryview]]] = []
     for start in range(0, len(data), writer.window_bytes):
         part = memoryview(data)[start : start + writer.window_bytes]
@@ -220,11 +220,11 @@ def windows(writer: ParallelWriter, data: bytes) -> list[tuple[int, list[memoryv
 
 
 class ParallelFiles(Conformance):
-    """open_parallel."""
+    """Tests of open_parallel."""
 
     @_EACH
     def test_windows_of_any_order_make_a_file(self, store: Storage, engine: Engine | None) -> None:
-        """Around pages and windows, last window first: every byte is where it belongs."""
+        """Every byte is in its place: sizes around pages and windows, the last window first."""
         probe = opened(store, 0, engine)
         window = probe.window_bytes
         probe.close()
@@ -239,7 +239,7 @@ class ParallelFiles(Conformance):
 
     @_EACH
     def test_windows_from_threads_make_a_file(self, store: Storage, engine: Engine | None) -> None:
-        """Windows written at once do not disturb each other."""
+        """Windows that are written at the same time do not disturb each other."""
         probe = opened(store, 0, engine)
         data = pattern(3 * probe.window_bytes + 77)
         probe.close()
@@ -256,7 +256,7 @@ class ParallelFiles(Conformance):
     def test_windows_are_invisible_before_close(
         self, store: Storage, engine: Engine | None
     ) -> None:
-        """Nothing is under the key until close returns, and an older file stays."""
+        """The key has no file until close returns, and an older file stays."""
         writer = opened(store, 3, engine)
         writer.write_at(0, [memoryview(b"new")])
         assert not self.raw_exists("d/f")
@@ -275,7 +275,7 @@ class ParallelFiles(Conformance):
     def test_a_file_with_a_window_missing_is_not_published(
         self, store: Storage, engine: Engine | None
     ) -> None:
-        """close refuses a hole, and leaves nothing of it."""
+        """close refuses a file with a hole, and leaves nothing of it."""
         probe = opened(store, 0, engine)
         size_bytes = probe.window_bytes + 10
         probe.abort()
@@ -287,7 +287,7 @@ class ParallelFiles(Conformance):
     def test_what_the_views_raise_ends_the_file(
         self, store: Storage, engine: Engine | None
     ) -> None:
-        """An error while bytes are fetched comes out as it is; then the file can only be aborted."""
+        """An error of the views is raised unchanged; after that the file can only be aborted."""
 
         def views() -> object:
             yield memoryview(b"abc")
@@ -310,9 +310,7 @@ class ParallelFiles(Conformance):
     def test_an_error_in_the_block_leaves_nothing_of_windows(
         self, store: Storage, engine: Engine | None
     ) -> None:
-        """Leaving the block by an error leaves nothing (here: more bytes than were told); so does
-        a writer that is dropped.
-        """
+        """An error in the block (here too many bytes), or a dropped writer, leaves nothing."""
         with pytest.raises(StorageError), opened(store, 4, engine) as writer:
             writer.write_at(0, [memoryview(b"12345")])
         writer = opened(store, 4, engine)

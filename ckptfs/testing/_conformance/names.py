@@ -1,4 +1,4 @@
-"""Names and certainty: directories, renames, removals, keys, pickles."""
+"""Tests of names: directories, renames, links, removals, keys; and of pickles."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["Names"]
 
 
 class Names(Conformance):
-    """make_dir, rename, the removals, sync, refresh, space; and every method's keys."""
+    """Tests of make_dir, rename, link, removals, sync, refresh, space; and of all methods' keys."""
 
     def test_make_dir_makes_ancestors_and_may_be_repeated(self, fresh: Storage) -> None:
-        """Missing ancestors are made, the root too; existing is success; object stores do nothing."""
+        """Missing ancestors, the root too, are made; repeating it is success; a no-op on stores."""
         fresh.make_dir("a/b/c")
         fresh.make_dir("a/b/c")
         fresh.make_dir("")
@@ -48,7 +48,7 @@ class Names(Conformance):
             assert together(*calls) == [None] * 16
 
     def test_object_stores_refuse_rename(self, store: Storage) -> None:
-        """UnsupportedError, and the file stays."""
+        """rename is UnsupportedError on object stores, and the file stays."""
         if store.capabilities.shape is Shape.FILESYSTEM:
             pytest.skip("rename works here")
         self.raw_write("d/f", b"x")
@@ -57,7 +57,7 @@ class Names(Conformance):
         assert self.raw_list() == ["d/f"]
 
     def test_rename_moves_files_and_directories(self, tree: Storage) -> None:
-        """One step; over an existing file; a whole directory, also over an empty one."""
+        """A file is renamed over an existing one, and a whole directory, also over an empty one."""
         self.raw_write("d/f", b"x")
         self.raw_write("d/g", b"y")
         tree.rename("d/f", "d/g")
@@ -71,7 +71,7 @@ class Names(Conformance):
         assert self.raw_list() == ["empty/g", "empty/sub/z"]
 
     def test_rename_refuses_what_is_in_the_way(self, tree: Storage) -> None:
-        """A non-empty directory, or something of the other kind: AlreadyExistsError, both stay."""
+        """A target that is not empty or of the other kind is AlreadyExistsError; both stay."""
         self.raw_write("d/f", b"x")
         self.raw_write("e/g", b"y")
         for source, target in (("d", "e"), ("d/f", "e"), ("d", "e/g")):
@@ -80,7 +80,7 @@ class Names(Conformance):
             assert self.raw_list() == ["d/f", "e/g"]
 
     def test_rename_needs_source_and_parent(self, tree: Storage) -> None:
-        """NotFoundError where the source or the target's parent is missing; nothing moved."""
+        """A missing source, or missing parent of the target, is NotFoundError; nothing moves."""
         self.raw_write("d/f", b"x")
         with pytest.raises(NotFoundError):
             tree.rename("d/absent", "d/g")
@@ -89,7 +89,7 @@ class Names(Conformance):
         assert self.raw_list() == ["d/f"]
 
     def test_rename_race_has_one_winner(self, tree: Storage) -> None:
-        """Of several that move one directory away, one succeeds and the others find nothing."""
+        """If several threads move one directory away, one succeeds and the others find nothing."""
         for round_ in range(5):
             self.raw_write(f"attempt{round_}/f", b"x")
             calls = [
@@ -103,7 +103,7 @@ class Names(Conformance):
             assert all(isinstance(o, NotFoundError) for o in outcomes if o is not None)
 
     def test_link_gives_a_file_a_second_name(self, tree: Storage) -> None:
-        """Both names are the same bytes; either goes by itself, and replacing one leaves the other."""
+        """Both names have the same bytes; removing or replacing one leaves the other."""
         self.raw_write("d/f", b"x")
         tree.make_dir("e")
         self._link_or_skip(tree, "d/f", "e/g")
@@ -116,7 +116,7 @@ class Names(Conformance):
         assert tree.read("e/h") == b"x"
 
     def test_link_refuses(self, tree: Storage) -> None:
-        """No source, no parent: NotFoundError; a taken target: AlreadyExistsError, and all stays."""
+        """No source or parent is NotFoundError, a taken target AlreadyExistsError; all stays."""
         self.raw_write("d/f", b"x")
         self.raw_write("d/g", b"y")
         self._link_or_skip(tree, "d/f", "d/h")
@@ -134,7 +134,7 @@ class Names(Conformance):
             pytest.skip("no hard links here")
 
     def test_object_stores_refuse_links(self, store: Storage) -> None:
-        """UnsupportedError, and nothing appears."""
+        """link is UnsupportedError on object stores, and nothing appears."""
         if store.capabilities.shape is Shape.FILESYSTEM:
             pytest.skip("links may work here")
         self.raw_write("d/f", b"x")
@@ -143,7 +143,7 @@ class Names(Conformance):
         assert self.raw_list() == ["d/f"]
 
     def test_remove(self, store: Storage) -> None:
-        """One file; absent is success, in an absent directory too; its neighbours stay."""
+        """remove removes one file, not its neighbours; an absent file or directory is success."""
         self.raw_write("d/f", b"x")
         self.raw_write("d/g", b"y")
         store.remove("d/f")
@@ -152,7 +152,7 @@ class Names(Conformance):
         assert self.raw_list() == ["d/g"]
 
     def test_remove_dir(self, store: Storage) -> None:
-        """Only an empty one; absent is success; nothing at all on object stores."""
+        """remove_dir removes only an empty directory; absent is success; a no-op on stores."""
         store.remove_dir("absent")
         self.raw_write("d/f", b"x")
         if store.capabilities.shape is Shape.FILESYSTEM:
@@ -165,7 +165,7 @@ class Names(Conformance):
         assert self.raw_list() == ["d/f"]
 
     def test_remove_tree(self, store: Storage) -> None:
-        """Everything below and the name itself; absent is success; a name alike stays."""
+        """remove_tree removes a name and all below it, not similar names; absent is success."""
         for key in ("d/a/f", "d/a/b/g", "d/ab", "d/a.txt"):
             self.raw_write(key, b"x")
         store.remove_tree("d/a")
@@ -184,7 +184,7 @@ class Names(Conformance):
         assert self.raw_list() == []
 
     def test_the_root_is_never_removed(self, store: Storage) -> None:
-        """remove_tree of "" is refused: no caller owns that name."""
+        """remove_tree of "" is refused, because no caller owns the root."""
         self.raw_write("d/f", b"x")
         with pytest.raises(UnsupportedError):
             store.remove_tree("")
@@ -193,7 +193,7 @@ class Names(Conformance):
     # -- certainty, and everything -------------------------------------------------------
 
     def test_sync_refresh_touch(self, store: Storage) -> None:
-        """All are quiet on what exists; refresh also on what does not."""
+        """sync, refresh and touch succeed on what exists, refresh also on what does not."""
         self.raw_write("d/f", b"x")
         for key in ("", "d"):
             store.sync(key)
@@ -205,14 +205,14 @@ class Names(Conformance):
                 store.sync("absent")
 
     def test_space(self, fresh: Storage) -> None:
-        """Free bytes and inodes before the root exists, or None."""
+        """space gives free bytes and inodes even before the root exists, or None."""
         space = fresh.space()
         if space is not None:
             assert space.free_bytes is None or space.free_bytes >= 0
             assert space.free_inodes is None or space.free_inodes >= 0
 
     def test_local_path_is_where_it_is(self, store: Storage) -> None:
-        """A path that plain open understands, or None."""
+        """local_path is a path that plain open can use, or None."""
         self.raw_write("d/f", b"x")
         path = store.local_path("d/f")
         if path is not None:
@@ -247,7 +247,7 @@ class Names(Conformance):
         assert self.raw_list() == []
 
     def test_pickled_storages_see_the_same_bytes(self, store: Storage) -> None:
-        """A storage survives pickling, with a client of its own."""
+        """A storage can be pickled; the copy has its own client."""
         store.replace("d/f", b"x")
         again = pickle.loads(pickle.dumps(store))  # noqa: S301 - our own bytes
         assert str(again.root) == str(store.root)

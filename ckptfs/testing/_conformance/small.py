@@ -1,4 +1,4 @@
-"""Small files: one winner of a create, old or new in a replace, what reads and lists tell."""
+"""Tests of small files: exclusive create, atomic replace, reads and lists."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["SmallFiles"]
 
 
 class SmallFiles(Conformance):
-    """create, replace, read, stat, list."""
+    """Tests of create, replace, read, stat and list."""
 
     def test_create_stores_the_bytes_and_nothing_else(self, exclusive: Storage) -> None:
-        """What was created is there under its key, and the staging file is gone."""
+        """A created file is under its key, and the staging file is gone."""
         exclusive.create("d/0", b"entry", staging="tmp/w")
         assert self.raw_read("d/0") == b"entry"
         assert self.raw_list() == ["d/0"]
 
     def test_create_refuses_a_taken_key(self, exclusive: Storage) -> None:
-        """AlreadyExistsError, the older bytes untouched, nothing left over."""
+        """An existing key is AlreadyExistsError; the old bytes stay, and nothing is left over."""
         self.raw_write("d/0", b"older")
         with pytest.raises(AlreadyExistsError) as caught:
             exclusive.create("d/0", b"newer", staging="tmp/w")
@@ -42,20 +42,20 @@ class SmallFiles(Conformance):
         assert self.raw_list() == ["d/0"]
 
     def test_create_may_be_repeated(self, exclusive: Storage) -> None:
-        """The same call again answers "exists", and what stands there is what we wrote."""
+        """A repeated create is AlreadyExistsError, and the bytes of the first call are there."""
         exclusive.create("d/0", b"mine", staging="tmp/w")
         with pytest.raises(AlreadyExistsError):
             exclusive.create("d/0", b"mine", staging="tmp/w")
         assert exclusive.read("d/0") == b"mine"
 
     def test_create_passes_over_an_old_staging_file(self, exclusive: Storage) -> None:
-        """A staging file that a killed attempt left does not disturb the next one."""
+        """A staging file that a killed attempt left does not disturb the next attempt."""
         self.raw_write("tmp/w", b"of an attempt that was killed, and longer")
         exclusive.create("d/0", b"entry", staging="tmp/w")
         assert self.raw_read("d/0") == b"entry"
 
     def test_create_race_has_one_winner(self, exclusive: Storage) -> None:
-        """Of eight threads that create one key, one returns and its bytes are the ones there."""
+        """If eight threads create one key, one succeeds, and its bytes are there."""
         for round_ in range(10):
             key = f"d/{round_}"
 
@@ -70,7 +70,7 @@ class SmallFiles(Conformance):
         assert len(self.raw_list()) == 10
 
     def test_create_is_never_seen_half(self, exclusive: Storage) -> None:
-        """A reader that polls a key sees nothing, then all of it."""
+        """A reader that polls a key sees nothing at first, then all of the file."""
         whole = b"x" * 300_000
 
         def poll(key: str) -> None:
@@ -91,7 +91,7 @@ class SmallFiles(Conformance):
             assert outcomes == [None, None]
 
     def test_create_without_exclusion_is_refused(self, store: Storage) -> None:
-        """Where the capability is missing, create says so and writes nothing."""
+        """Without the capability create is UnsupportedError and writes nothing."""
         if store.capabilities.exclusive_create:
             pytest.skip("create excludes here")
         with pytest.raises(UnsupportedError):
@@ -99,7 +99,7 @@ class SmallFiles(Conformance):
         assert self.raw_list() == []
 
     def test_create_needs_its_directory(self, tree: Storage) -> None:
-        """NotFoundError where the directory of the key is missing, and nothing is left over."""
+        """A missing directory of the key is NotFoundError, and nothing is left over."""
         if not tree.capabilities.exclusive_create:
             pytest.skip("no exclusive create here")
         with pytest.raises(NotFoundError):
@@ -109,7 +109,7 @@ class SmallFiles(Conformance):
     # -- replace -------------------------------------------------------------------------
 
     def test_replace_writes_over(self, store: Storage) -> None:
-        """A fresh key appears, an existing one changes, nothing else is there."""
+        """A new key appears, an existing one changes, and there is no other file."""
         store.replace("d/hint", b"one, and longer")
         assert self.raw_read("d/hint") == b"one, and longer"
         store.replace("d/hint", b"two")
@@ -117,7 +117,7 @@ class SmallFiles(Conformance):
         assert self.raw_list() == ["d/hint"]
 
     def test_replace_shows_old_or_new(self, store: Storage) -> None:
-        """A reader that polls while two values alternate sees one of them, whole, every time."""
+        """A reader that polls while two values alternate always sees one of them, whole."""
         if not store.capabilities.atomic_replace:
             pytest.skip("no atomic replace here")
         values = (b"a" * 200_000, b"b" * 100_000)
@@ -142,14 +142,14 @@ class SmallFiles(Conformance):
         assert seen == []
 
     def test_replace_needs_its_directory(self, tree: Storage) -> None:
-        """NotFoundError where the directory is missing, and nothing is made."""
+        """A missing directory is NotFoundError, and nothing is made."""
         with pytest.raises(NotFoundError):
             tree.replace("absent/hint", b"x")
         assert self.raw_list() == []
         assert not self.raw_exists("absent")
 
     def test_conditional_replace(self, store: Storage) -> None:
-        """With if_match it happens only if the etag still holds; else, or elsewhere, an error."""
+        """With if_match it replaces only if the etag still matches; otherwise it is an error."""
         if not store.capabilities.conditional_replace:
             with pytest.raises(UnsupportedError):
                 store.replace("d/k", b"x", if_match="")
@@ -168,14 +168,14 @@ class SmallFiles(Conformance):
     # -- read, stat, list ----------------------------------------------------------------
 
     def test_read_returns_what_is_there(self, store: Storage) -> None:
-        """All bytes, of any size."""
+        """read returns all bytes of a file of any size."""
         for size_bytes in SIZES:
             data = pattern(size_bytes)[:size_bytes]
             self.raw_write("d/f", data)
             assert store.read("d/f") == data
 
     def test_absent_is_not_found(self, store: Storage) -> None:
-        """read, stat and open_read of nothing raise NotFoundError with the URI in it."""
+        """read, stat and open_read of an absent key raise NotFoundError with the URI."""
         calls: list[Callable[[str], object]] = [store.read, store.stat, store.open_read]
         for call in calls:
             with pytest.raises(NotFoundError) as caught:
@@ -184,7 +184,7 @@ class SmallFiles(Conformance):
             assert isinstance(caught.value, FileNotFoundError)
 
     def test_stat_tells_size_and_kind(self, store: Storage) -> None:
-        """Size of a file; a directory where there are directories."""
+        """stat gives the size of a file, and on filesystems whether it is a directory."""
         self.raw_write("d/f", b"12345")
         found = store.stat("d/f")
         assert (found.size_bytes, found.is_dir) == (5, False)
@@ -196,7 +196,7 @@ class SmallFiles(Conformance):
                 store.stat("d")
 
     def test_stat_etag_follows_the_bytes(self, store: Storage) -> None:
-        """Where there is an etag, other bytes have another one."""
+        """If there is an etag, it changes with the bytes."""
         store.replace("d/f", b"one")
         before = store.stat("d/f").etag
         store.replace("d/f", b"two")
@@ -204,7 +204,7 @@ class SmallFiles(Conformance):
             assert store.stat("d/f").etag != before
 
     def test_list_is_one_level_and_sorted(self, store: Storage) -> None:
-        """Files and directories directly below, in order, nothing deeper."""
+        """list gives the files and directories directly below, in order, and nothing deeper."""
         for key in ("d/b", "d/a", "d/sub/x", "d/sub/y", "e/z"):
             self.raw_write(key, b"x")
         assert store.list("d") == [
@@ -224,7 +224,7 @@ class SmallFiles(Conformance):
             assert store.list("absent") == []
 
     def test_reading_writes_nothing(self, fresh: Storage) -> None:
-        """Asking for capabilities, space, reads and refreshes leaves no trace, not even the root."""
+        """Capabilities, space, reads and refreshes leave no trace and do not make the root."""
         assert fresh.capabilities.shape in Shape
         fresh.space()
         fresh.refresh("d/e")
