@@ -1,6 +1,6 @@
 """ckptfs: sharded checkpoints by URI, committed whole on every rank and node, or not at all.
 
-    CheckpointManager             when to save, what to keep, where to go on -> Restored
+    CheckpointManager             when to save, what to keep, where to resume -> Restored
     DirectoryManager              the same for directories that a framework writes
     save, async_save, load        a sharded state dict, from every rank -> PendingSave
     save_object, load_object      one picklable object, from any process
@@ -9,13 +9,13 @@
     latest, list_checkpoints      what is committed there -> Checkpoint
     StorageWriter, StorageReader  for torch.distributed.checkpoint itself
     RngState, PerRank             what every rank keeps for itself, for a manager's state
-    Best, Keep, Copy              what stays, and where else
-    LogListener and its like      whom a manager tells
+    Best, Keep, Copy              what stays, and where it is copied
+    LogListener and others        receive the events of a manager
     Ticket, SealedPart, Decision  one checkpoint of several groups of processes
     wait_for_new                  the next checkpoint, for evaluation jobs and inference servers
-    World                         who takes part, and on which node
+    World                         the ranks that take part, and their nodes
     SaveResult, LoadResult        bytes, files and seconds, from the writers' own counters
-    CkptfsError and its tree      see ckptfs.errors
+    CkptfsError and subclasses    see ckptfs.errors
 
 Names are imported when they are first used (PEP 562): ``import ckptfs`` costs milliseconds and does
 not import torch, so a launcher, a command line or a dashboard may import it.

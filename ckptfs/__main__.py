@@ -1,4 +1,4 @@
-"""``python -m ckptfs``: the command line, where the script is not on the path."""
+"""``python -m ckptfs``: the command line, if the script is not on the path."""
 
 from ckptfs.cli.main import main
 

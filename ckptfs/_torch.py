@@ -1,7 +1,8 @@
 """Every name of torch that is private or may be absent, one line each with why. Torch stays lazy.
 
-Nothing here imports torch when it is imported: ``import ckptfs`` and every tool that only lists
-checkpoints run without it. Lowest layer but errors; it knows nothing of ckptfs.
+Importing this module does not import torch: ``import ckptfs`` and every tool that only lists
+checkpoints run without it. It is the lowest layer except for errors, and depends on nothing else of
+ckptfs.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Any
 def has_default_group() -> bool:
     """True when torch.distributed is initialised; never imports torch to find out."""
     dist = sys.modules.get("torch.distributed")
-    # A build without distributed has the module and not the function.
+    # A build without distributed has the module, but not the function.
     return bool(dist and dist.is_available() and dist.is_initialized())
 
 
 def is_called_by_dcp() -> bool:
     """Whether the caller acts for torch.distributed.checkpoint, on this thread.
 
-    Its writers hand files to fsspec under names that a copying program uses too, and nothing but the
-    caller tells the two apart before the first byte.
+    DCP's writers pass files to fsspec under names that a copying program uses too. Before the first
+    byte, only the caller distinguishes the two.
     """
     frame = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
@@ -35,40 +36,45 @@ def is_called_by_dcp() -> bool:
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:
-    """(rank, size) of this process in a group (None: the default one); rank -1: not a member."""
+    """Return (rank, size) of this process in a group (None: the default one).
+
+    Rank -1: it is no member.
+    """
     import torch.distributed as dist
 
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
-    """The global ranks of a group (None: the default one), in order of group rank."""
+    """Return the global ranks of a group (None: the default one), in order of group rank."""
     import torch.distributed as dist
 
     return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
 def group_store(group: Any) -> Any:
-    """The c10d store of a group (None: the default one).
+    """Return the c10d store of a group (None: the default one).
 
     _get_default_store, _get_process_group_store, _world.pg_map: torch has no public way to the
-    store that init_process_group made, and a second store would mean a port opened unasked.
+    store that init_process_group made, and a second store would open a port that the user did not
+    ask for.
     """
     from torch.distributed import distributed_c10d as c10d
 
     if group is None:
         return c10d._get_default_store()  # noqa: SLF001
     held = c10d._world.pg_map.get(group)  # noqa: SLF001
-    # A group made by splitting a communicator may be absent from the map: all its members still
-    # share the default store, and every control has a namespace of its own there.
+    # A group made by splitting a communicator may be absent from the map. Its members still share the
+    # default store, and every control has a namespace of its own there.
     return held[1] if held and held[1] is not None else c10d._get_default_store()  # noqa: SLF001
 
 
 def group_channel(group: Any) -> tuple[Any, str]:
-    """The store over which the ranks of a group talk, and a name that tells the group from others there.
+    """Return the store over which a group's ranks communicate, and a name that is unique in it.
 
-    A group's own store is the default group's under a prefix: another object, and clones of it would
-    be connections of their own to the same server. Its name is what torch makes that prefix of.
+    A group's own store is the default group's under a prefix. It is another object, and its clones
+    would be further connections to the same server. The name is the text from which torch makes
+    that prefix.
     """
     own, default = group_store(group), group_store(None)
     if own is default or _below(own) is not _below(default):
@@ -77,7 +83,10 @@ def group_channel(group: Any) -> tuple[Any, str]:
 
 
 def _below(store: Any) -> Any:
-    """The store under all prefixes. underlying_store: the only way from a PrefixStore to it."""
+    """Return the store under all prefixes.
+
+    underlying_store: the only way from a PrefixStore to it.
+    """
     from torch.distributed import PrefixStore
 
     while isinstance(store, PrefixStore):
@@ -86,7 +95,10 @@ def _below(store: Any) -> Any:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> Any:
-    """A client of a TCPStore that somebody else hosts (torchrun's agent). Opens no port."""
+    """Return a client of a TCPStore that another process hosts (torchrun's agent).
+
+    Opens no port.
+    """
     from torch.distributed import TCPStore
 
     wait = timedelta(seconds=timeout_s)
@@ -94,23 +106,24 @@ def connect_store(host: str, port: int, timeout_s: float) -> Any:
 
 
 def clone_store(store: Any) -> Any:
-    """A store for one more thread: a blocked wait blocks every thread of its client."""
+    """Return a store for one more thread: a blocked wait blocks every thread of its client."""
     if hasattr(store, "clone"):  # torch >= 2.8
         return store.clone()
     return reconnect_store(store)
 
 
 def is_networked(store: Any) -> bool:
-    """Whether every client of a store is a connection of its own to a server."""
+    """Whether every client of a store has its own connection to a server."""
     from torch.distributed import TCPStore
 
     return isinstance(_below(store), TCPStore)
 
 
 def reconnect_store(store: Any) -> Any:
-    """What clone() does, for torch 2.6 and 2.7; the prefixes of PrefixStores are dropped.
+    """Do what clone() does, for torch 2.6 and 2.7; the prefixes of PrefixStores are dropped.
 
-    Dropped on every rank alike, and a control's keys are unique by their nonce without them.
+    They are dropped on every rank alike, and a control's keys are unique without them, by their
+    nonce.
     """
     from torch.distributed import FileStore, TCPStore
 
@@ -120,28 +133,28 @@ def reconnect_store(store: Any) -> Any:
         return connect_store(store.host, store.port, wait_s)
     if isinstance(store, FileStore):
         return FileStore(store.path, -1)  # type: ignore[attr-defined] # the stubs lack it
-    return store  # HashStore: threads of one process, its waits block nobody
+    return store  # HashStore: threads of one process, and a wait blocks no other thread
 
 
 # -- dcp -------------------------------------------------------------------------------------
 
 
 def storage_info(path: str, offset: int, length: int) -> Any:
-    """Where one item lies, as stock's writer says it and stock's reader insists on."""
+    """Return where one item is, as stock's writer records it and stock's reader requires."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(path, offset, length)
 
 
 def storage_info_type() -> type[Any]:
-    """The class of the values of ``Metadata.storage_data``; stock's reader insists on it."""
+    """Return the class of the values of ``Metadata.storage_data``; stock's reader requires it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo
 
 
 def mem_format_encoding() -> type[Any]:
-    """The enum inside every pickled TensorProperties: an unpickler must know it by name."""
+    """Return the enum inside every pickled TensorProperties: an unpickler must know it by name."""
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
     return _MEM_FORMAT_ENCODING
@@ -155,8 +168,10 @@ def is_sharded_tensor(value: object) -> bool:
 
 
 def boxes_here(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the parts of a tensor that lie on this rank, as torch's load planner cuts
-    them: private, and nothing public says it of a ShardedTensor and of a tensor that cuts itself.
+    """Return offsets and sizes of a tensor's parts on this rank, as torch's load planner cuts it.
+
+    The planner's function is private: nothing public gives them for a ShardedTensor or for a tensor
+    that cuts itself.
     """
     from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
@@ -166,7 +181,7 @@ def boxes_here(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def unsaved_buffers(module: Any) -> frozenset[str]:
-    """The names of a module's own buffers that its state_dict leaves out (persistent=False)."""
+    """Return the names of a module's own buffers that are not saved (persistent=False)."""
     return frozenset(module._non_persistent_buffers_set)  # noqa: SLF001 - nothing public tells
 
 
@@ -181,7 +196,7 @@ def is_wrapper_subclass(value: object) -> bool:
 
 
 def storage_alignment_bytes() -> int:
-    """To what multiple torch.save aligns data in its archives; before torch 2.7 always 64."""
+    """Return the multiple to which torch.save aligns data in archives; 64 before torch 2.7."""
     from torch import serialization
 
     asked = getattr(serialization, "_get_storage_alignment", None)
@@ -189,10 +204,11 @@ def storage_alignment_bytes() -> int:
 
 
 def save_without_data(tensor: Any, sink: Any) -> None:
-    """What torch.save writes of a tensor, its data seeked over and all CRC fields 0.
+    """Write what torch.save writes of a tensor, its data seeked over and all CRC fields 0.
 
-    PyTorchFileWriter, _save: torch.save would ask a setting of the whole process whether to compute
-    CRCs, and changing that is seen by whoever saves at the same time. skip_data is this thread's own.
+    PyTorchFileWriter, _save: a setting of the whole process decides whether torch.save computes
+    CRCs, and changing it would affect other threads that save at the same time. skip_data is local
+    to this thread.
     """
     import pickle
 
@@ -212,7 +228,7 @@ def save_without_data(tensor: Any, sink: Any) -> None:
 
 
 def cuda_device() -> int | None:
-    """This thread's CUDA device, for another thread; None where this process has not used one."""
+    """Return this thread's CUDA device, for another thread; None if the process used none."""
     import torch
 
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -220,12 +236,13 @@ def cuda_device() -> int | None:
 
 
 def pin_host_memory(memory: Any, device: int | None = None) -> Any:
-    """Page-lock a host tensor in place for CUDA; returns how to undo it, None where it cannot be.
+    """Page-lock a host tensor in place for CUDA; return a function that undoes it, or None.
 
-    device: the pages are locked in the context of this device; None: of this thread's device. A new thread
-    has device 0, where a context would take memory that another rank needs.
+    None means that it cannot be locked. The pages are locked in the context of ``device``; None: of
+    this thread's device. A new thread has device 0, where a context would take memory that another
+    rank needs.
 
-    cudart: torch's own pinned allocator rounds sizes up to powers of two and keeps what it once got,
+    cudart: torch's own pinned allocator rounds sizes up to powers of two and never returns memory,
     so a bound on it would not hold. Other accelerators copy from pageable memory.
     """
     import torch
@@ -242,7 +259,7 @@ def pin_host_memory(memory: Any, device: int | None = None) -> Any:
 
 
 def wait_for_device(device: Any) -> None:
-    """Return when what this thread queued on a device, copies to the host included, is done."""
+    """Wait until this thread's queued work on a device is done, copies to the host too."""
     import torch
 
     module: Any = torch.get_device_module(device)
@@ -253,11 +270,11 @@ def wait_for_device(device: Any) -> None:
 
 
 def wait_for_accelerator() -> None:
-    """As ``wait_for_device`` for this thread's accelerator, where this process has used one.
+    """Wait as ``wait_for_device`` does for this thread's accelerator, if this process has used one.
 
-    torch names the accelerator that it was built for, CUDA in the wheels of PyPI, whether the machine has one
-    or not. To ask for a stream where there is no driver raises; to ask a driver that nobody has used yet costs
-    a context.
+    torch names the accelerator that it was built for, CUDA in the wheels of PyPI, whether or not
+    the machine has one. Asking for a stream raises if there is no driver, and creates a context if
+    the driver was not used yet.
     """
     import torch
 
@@ -277,15 +294,15 @@ def wait_for_accelerator() -> None:
 
 
 def is_dtensor(value: object) -> bool:
-    """True for DTensors; torch.distributed.tensor is imported by whoever made one."""
+    """True for DTensors. It does not import torch.distributed.tensor: a DTensor's maker did."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def unwrapped(module: Any) -> Any:
-    """The module without the wrappers around the whole of it, which put their names into its keys.
+    """Return the module without the wrappers around all of it, which change its keys.
 
-    _orig_mod: torch.compile's wrapper has no other way to what it compiled.
+    _orig_mod: torch.compile's wrapper has no other way to the module that it compiled.
     """
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -299,14 +316,17 @@ def unwrapped(module: Any) -> Any:
 
 
 def is_flat(module: Any) -> bool:
-    """True for modules with FullyShardedDataParallel in them, which whoever made one has imported."""
+    """True for modules with FullyShardedDataParallel in them.
+
+    It does not import that class: the module's maker did.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrapper = getattr(fsdp, "FullyShardedDataParallel", None)
     return wrapper is not None and any(isinstance(m, wrapper) for m in module.modules())
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what wrappers of inner modules put into it."""
+    """Return a parameter's name without the additions of wrappers of inner modules."""
     for mark in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
         name = name.replace(mark, "")
     return name
@@ -323,7 +343,7 @@ def prime_optimizer(optimizer: Any) -> None:
 
 
 def exchange_barrier(barrier: Any) -> Any:
-    """Put another function in the place of torch.distributed.barrier; the one that was there.
+    """Replace torch.distributed.barrier by another function; return the one that was there.
 
     Frameworks look it up when they call it, and there is no hook around it.
     """
@@ -334,18 +354,18 @@ def exchange_barrier(barrier: Any) -> Any:
     return before
 
 
-# -- what is compared with us -------------------------------------------------------------------
+# -- what ckptfs is compared with ----------------------------------------------------------------
 
 
 def fsspec_writer(uri: str, **options: Any) -> Any:
-    """torch's writer over fsspec: torch documents it and ships it in a private module."""
+    """Return torch's writer over fsspec: torch documents it and ships it in a private module."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     return FsspecWriter(uri, **options)
 
 
 def fsspec_reader(uri: str, **options: Any) -> Any:
-    """torch's reader over fsspec."""
+    """Return torch's reader over fsspec."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader(uri, **options)
@@ -355,9 +375,9 @@ def fsspec_reader(uri: str, **options: Any) -> Any:
 
 
 def load_archive(stream: Any, pickle_module: Any) -> Any:
-    """What torch.save wrote, on the host, made by another unpickler.
+    """Return what torch.save wrote, on the host, made by another unpickler.
 
-    _open_zipfile_reader, _load: torch.load takes no unpickler where weights_only is forced, and runs a
+    _open_zipfile_reader, _load: torch.load takes no unpickler if weights_only is forced, and runs a
     TorchScript archive.
     """
     from torch import serialization
@@ -367,23 +387,27 @@ def load_archive(stream: Any, pickle_module: Any) -> Any:
 
 
 def local_filesystem() -> Any:
-    """What stock's writers have as ``fs``: FileSystem is documented nowhere, and users read it."""
+    """Return the ``fs`` of stock's writers: FileSystem is not documented, but users read it."""
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     return FileSystem()
 
 
 def set_element(root: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Put a value where torch's load planner puts an object. _traverse: it has no public way to do that."""
+    """Put a value where torch's load planner puts an object.
+
+    _traverse: torch has no public way to do that.
+    """
     from torch.distributed.checkpoint._traverse import set_element as put
 
     put(root, path, value)
 
 
 def tensor_rebuilders() -> tuple[Any, ...]:
-    """What torch.save names in a pickle to make tensors over their storages, as weights_only knows it.
+    """Return the functions that a pickle of torch.save names to make tensors over their storages.
 
-    torch._utils: the names are part of every file that torch.save wrote.
+    weights_only permits the same ones. torch._utils: the names are part of every file that
+    torch.save wrote.
     """
     from torch import _utils
 
@@ -399,7 +423,10 @@ def tensor_rebuilders() -> tuple[Any, ...]:
 
 
 def rebuilt_as(function: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:
-    """What a rebuilder makes, as another class and with a state. _rebuild_from_type_v2: named in files too."""
+    """Return what a rebuilder makes, as another class and with a state.
+
+    _rebuild_from_type_v2: it is named in files too.
+    """
     from torch import _tensor
 
     return _tensor._rebuild_from_type_v2(function, kind, arguments, state)  # noqa: SLF001

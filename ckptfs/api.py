@@ -5,7 +5,7 @@
     ensure_dir  checkpoint_dir     collective
     prepare_run                    collective
 
-``save`` and ``load`` of state dicts live in ``ckptfs.dcp.api``. Collective calls are made by every
+``save`` and ``load`` of state dicts are in ``ckptfs.dcp.api``. Collective calls are made by every
 rank of ``process_group`` (default: all) and end on each with the same value or the same error.
 """
 
@@ -64,22 +64,23 @@ class _DirMode(Enum):
     READ = "read"
 
 
-_TRIES = 8  # a directory that another process renames under us is found at the next look
+_TRIES = 8  # a directory that another process renames in between is found at the next try
 
 
 def save_object(obj: object, uri: Any, *, storage_options: Mapping[str, Any] | None = None) -> Uri:
     """Save one object with ``torch.save``, whole or not at all; durable on return.
 
-    Local: any process may call it, outside any process group too, also into a step directory that other
-    processes are creating or have not created yet; its parents are made as needed. Files that are saved into
-    a step directory this way stay there when the step is committed, replaced or deleted. An existing object
-    is replaced atomically. After a crash the old object or the new one is there.
+    Local: any process may call it, outside any process group too, also into a step directory that
+    other processes are creating or have not created yet; its parents are made as needed. Files that
+    are saved into a step directory this way stay there when the step is committed, replaced or
+    deleted. An existing object is replaced atomically. After a crash the old object or the new one
+    is there.
 
     Args:
         obj: Anything that ``torch.save`` takes.
         uri: The file, ``s3://bucket/run/step_100/driver.pt``.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
-            some.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of ``uri``,
+            if it has any.
 
     Returns:
         The absolute URI of the file.
@@ -88,7 +89,8 @@ def save_object(obj: object, uri: Any, *, storage_options: Mapping[str, Any] | N
         UriError: The URI cannot be read, or its driver is not installed.
         NoSpaceError: The storage is full. The old object is untouched.
         AccessError: The file may not be written. The old object is untouched.
-        StorageError: Any other failure of the storage; after an AnswerLostError the new object may be there.
+        StorageError: Any other failure of the storage; after an AnswerLostError the new object may
+            be there.
     """
     import torch
 
@@ -126,11 +128,11 @@ def load_object(
 
     Args:
         uri: The file.
-        trusted: False loads tensors, numbers, strings and containers only. Unpickling anything else can run
-            code, so an object of your own class needs True.
+        trusted: False loads tensors, numbers, strings and containers only. Unpickling anything else
+            can run code, so an object of your own class needs True.
         map_location: As for ``torch.load``: where tensors go.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
-            some.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of ``uri``,
+            if it has any.
 
     Returns:
         The object.
@@ -174,14 +176,14 @@ def list_checkpoints(
 ) -> list[Checkpoint]:
     """The committed checkpoints of a run, oldest commit first. Local, read-only.
 
-    Checkpoints without a log (copied, or written by stock torch) come first, in the order that ``latest``
-    uses. On node-local storage this node's log answers; a save is left out if that log does not record its
-    outcome.
+    Checkpoints without a log (copied, or written by stock torch) come first, in the order that
+    ``latest`` uses. On node-local storage this node's log answers; a save is left out if that log
+    does not record its outcome.
 
     Args:
         run_uri: The run, the parent of its checkpoints.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``run_uri``, where it
-            has some.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of
+            ``run_uri``, if it has any.
 
     Returns:
         The checkpoints; an empty list for an empty or missing run.
@@ -204,31 +206,32 @@ def latest(
     unlogged: Literal["error", "ignore"] = "error",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint | None:
-    """The last committed checkpoint, by commit order and never by the largest step. Local, read-only.
+    """The last committed checkpoint, by commit order and never by the largest step.
 
-    Saves of a failing run are left out. Without a log, the checkpoints that count are those with a manifest
-    or `.metadata`: the one with the largest step, which for stock torch is the number that ends the name,
-    where all names are alike; else the one that was written last.
+    Local, read-only. Saves of a failing run are left out. Without a log, checkpoints with a
+    manifest or `.metadata` count. Of these it is the one with the largest step, which for stock
+    torch is the number that ends the name, if all names are alike; otherwise it is the one that was
+    written last.
 
     Args:
         run_uri: The run, the parent of its checkpoints.
-        kind: "checkpoint"; "weights", which a manager saves next to full checkpoints; or "directory", which a
-            framework wrote as files. Each has its own latest.
-        unlogged: "error" raises AmbiguousCheckpointError where stock torch saved a checkpoint into the run
-            after its newest commit; "ignore" takes that commit all the same.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``run_uri``, where it
-            has some.
+        kind: "checkpoint"; "weights", which a manager saves next to full checkpoints; or
+            "directory", which a framework wrote as files. Each has its own latest.
+        unlogged: "error" raises AmbiguousCheckpointError if stock torch saved a checkpoint into the
+            run after its newest commit; "ignore" takes that commit all the same.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of
+            ``run_uri``, if it has any.
 
     Returns:
         The checkpoint; None when there is none, or no run.
 
     Raises:
-        AmbiguousCheckpointError: Stock torch saved a checkpoint into the run after its newest commit, so that
-            the newest commit is not the newest there is.
-        ManifestError: Entries of the log are missing and later ones are there, so that what can be read may
-            be an old state.
-        IncompleteCheckpointError: The last one was removed by hand. The log says nothing of that before
-            ``ckptfs rm``, or a save of its name, records it.
+        AmbiguousCheckpointError: Stock torch saved a checkpoint into the run after its newest
+            commit, so that the newest commit is not the newest there is.
+        ManifestError: Entries of the log are missing and later ones are there, so that what can be
+            read may be an old state.
+        IncompleteCheckpointError: The last one was removed by hand. The log does not show that
+            before ``ckptfs rm``, or a save of its name, records it.
         StateError: It is a checkpoint or a file.
         NotFoundError: There is no such bucket.
         StorageError: The storage cannot be read.
@@ -245,7 +248,7 @@ def latest(
         found = drive(side_by_side(*map(settled, checks)), look.storage)
         for one in found:
             if isinstance(one, CkptfsError):
-                raise one  # the first in this order, whichever came first
+                raise one  # the first in this order, not the first that happened
         newest: Checkpoint | None = found[-1]
         return newest
 
@@ -261,23 +264,23 @@ def ensure_dir(
 ) -> Uri:
     """Make a directory once per domain; every rank can use it when this returns. Collective.
 
-    The owner of each domain makes the directory, then one process per node confirms through its own path that
-    it is the same one. An existing directory is success. Under torchrun no process group is needed. On object
-    stores nothing is done: there is no directory to make, and no request is sent. After a crash the directory
-    is there or not, and the call can be repeated.
+    The owner of each domain makes the directory, then one process per node confirms through its own
+    path that it is the same one. An existing directory is success. Under torchrun no process group
+    is needed. On object stores nothing is done: there is no directory to make, and no request is
+    sent. After a crash the directory is there or not, and the call can be repeated.
 
     Args:
         uri: The directory, the same on all ranks.
-        process_group: The ranks that take part; None: the default group, or torchrun's ranks where there is
-            none.
-        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
-            CKPTFS_TIMEOUT_S.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
-            some.
-        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
-            with "node" those of a node.
-        domain: A name in place of ``scope``: ranks with the same name see the same storage; None: by
-            ``scope``.
+        process_group: The ranks that take part; None: the default group, or torchrun's ranks if
+            there is none.
+        timeout_s: How many seconds a rank may be silent before the others stop waiting for it;
+            None: 600, or CKPTFS_TIMEOUT_S.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of ``uri``,
+            if it has any.
+        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of
+            them do, with "node" those of a node.
+        domain: A name in place of ``scope``: ranks with the same name see the same storage; None:
+            by ``scope``.
 
     Returns:
         Its absolute URI, equal on all ranks.
@@ -285,7 +288,8 @@ def ensure_dir(
     Raises:
         UriError: The URI cannot be read, or ranks were given different ones.
         StateError: ``scope`` or ``domain`` contradicts what the storage shows.
-        CollectiveError: Some ranks failed, such as with an AccessError; every rank raises this same error.
+        CollectiveError: Some ranks failed, such as with an AccessError; every rank raises this same
+            error.
         DeadlineError: A rank was silent for longer than ``timeout_s``.
     """
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
@@ -298,7 +302,7 @@ def ensure_dir(
 
 
 def _has_directories(uri: Uri, place: Place) -> bool:
-    """False on object stores: there nothing is made, and above a run nothing may be permitted."""
+    """False on object stores: no directory is made there, and access above a run may be denied."""
     storage = open_storage(uri, place.storage_options)
     try:
         mounted = storage.local_path("") is not None
@@ -320,28 +324,29 @@ def prepare_run(
 ) -> Run:
     """Claim a run: older writers are fenced, interrupted saves recovered. Collective.
 
-    Leave the returned Run with ``with`` or ``release()``; one that the program refers to no more is released
-    too, once Python has collected it. What fails is the same error on all ranks. After a crash in it, or
-    without a release, every committed checkpoint is there, and the next owner continues with what was left
-    undone.
+    Leave the returned Run with ``with`` or ``release()``. A Run without references is released too,
+    once Python has collected it. A failure is the same error on all ranks. After a crash during the
+    call, or without a release, every committed checkpoint is there, and the next owner continues
+    with what was left undone.
 
     Args:
         run_uri: The run, the parent of its checkpoints; the same on all ranks.
-        mode: "resume" continues with what is there; "overwrite" takes it out of the catalog now and deletes
-            it after the first commit, moving nothing before; "fail" refuses a run that has anything.
-        takeover: "auto" takes a run from the same job, from a dead process of this node, or from an owner
-            that has not renewed its lease for 20 s; "never" does not wait for that; "force" takes it in any
-            case.
-        process_group: The ranks that take part; None: the default group, or torchrun's ranks where there is
-            none.
-        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
-            CKPTFS_TIMEOUT_S.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``run_uri``, where it
-            has some.
-        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
-            with "node" those of a node.
-        domain: A name in place of ``scope``: ranks with the same name see the same storage; None: by
-            ``scope``.
+        mode: "resume" continues with what is there; "overwrite" takes it out of the catalog now and
+            deletes it after the first commit, moving nothing before; "fail" refuses a run that has
+            anything.
+        takeover: "auto" takes a run from the same job, from a dead process of this node, or from an
+            owner that has not renewed its lease for 20 s; "never" does not wait for that; "force"
+            takes it in any case.
+        process_group: The ranks that take part; None: the default group, or torchrun's ranks if
+            there is none.
+        timeout_s: How many seconds a rank may be silent before the others stop waiting for it;
+            None: 600, or CKPTFS_TIMEOUT_S.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of
+            ``run_uri``, if it has any.
+        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of
+            them do, with "node" those of a node.
+        domain: A name in place of ``scope``: ranks with the same name see the same storage; None:
+            by ``scope``.
 
     Returns:
         The held run, for ``save(..., run=run)``.
@@ -349,8 +354,8 @@ def prepare_run(
     Raises:
         CommitConflictError: ``mode="fail"``, and the run has something.
         RunBusyError: A living owner holds the run; the message names it.
-        StateError: ``run_uri`` is a checkpoint or a file, or ``scope`` or ``domain`` contradicts what the
-            storage shows.
+        StateError: ``run_uri`` is a checkpoint or a file, or ``scope`` or ``domain`` contradicts
+            what the storage shows.
         UriError: The URI cannot be read, or ranks were given different ones.
         CollectiveError: Some ranks failed; every rank raises this same error.
         DeadlineError: A rank was silent for longer than ``timeout_s``.
@@ -383,18 +388,18 @@ def checkpoint_dir(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> Iterator[str]:
-    """A local directory for tools that know nothing but ``open``. Collective.
+    """A local directory for tools that only use ``open``. Collective.
 
-    To write, the path takes any files, which are committed as one when all ranks leave. On a mounted
-    filesystem it is the attempt's own directory, shared by the ranks of a domain; elsewhere a directory of
-    this rank, and its files are uploaded on leaving. An exception inside, on any rank, commits nothing and is
-    raised on all ranks. Files with fixed names never overwrite a step. Nothing may write there after the
-    block.
+    To write, the path takes any files, which are committed as one when all ranks leave. On a
+    mounted filesystem it is the attempt's own directory, shared by the ranks of a domain; elsewhere
+    it is a directory of this rank, and its files are uploaded on leaving. An exception inside, on
+    any rank, commits nothing and is raised on all ranks. Files with fixed names never overwrite a
+    step. Nothing may write there after the block.
 
-    To read, the path has the files of a committed checkpoint, of any kind, stock ones too; no process may
-    write into it. On a mounted filesystem it is the checkpoint itself; elsewhere one directory for all ranks
-    of a node, downloaded by them together, each file compared with its digest, and removed when the last of
-    them has left.
+    To read, the path has the files of a committed checkpoint, of any kind, stock ones too; no
+    process may write into it. On a mounted filesystem it is the checkpoint itself. Elsewhere it is
+    one directory for all ranks of a node, which download it together and compare each file with its
+    digest; it is removed when the last of them has left.
 
     Args:
         uri: Run and name, the same on all ranks.
@@ -402,24 +407,27 @@ def checkpoint_dir(
         step: To write: completed optimizer steps; None takes the number that ends the name.
         run: To write: a held run, which fences the save; None: the save is exclusive by name only.
         into: To read: a directory to download to, whole or not at all, and to keep; None: as above.
-        follow_links: To read: download what symbolic links that lead out of the checkpoint lead to.
-        process_group: The ranks that take part; None: the default group, or torchrun's ranks where there is
-            none.
-        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
-            CKPTFS_TIMEOUT_S.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
-            some.
-        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
-            with "node" those of a node.
-        domain: A name in place of ``scope``: ranks with the same name see the same storage; None: by
-            ``scope``.
+        follow_links: To read: download the targets of symbolic links that lead out of the
+            checkpoint.
+        process_group: The ranks that take part; None: the default group, or torchrun's ranks if
+            there is none.
+        timeout_s: How many seconds a rank may be silent before the others stop waiting for it;
+            None: 600, or CKPTFS_TIMEOUT_S.
+        storage_options: Options for fsspec's filesystem of that protocol; None: those of ``uri``,
+            if it has any.
+        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of
+            them do, with "node" those of a node.
+        domain: A name in place of ``scope``: ranks with the same name see the same storage; None:
+            by ``scope``.
 
     Yields:
         The path.
 
     Raises:
-        CommitConflictError: To write: the name is committed already, or another save of it is under way.
-        CommitInDoubtError: To write: whether it is committed is not known; the next save settles it.
+        CommitConflictError: To write: the name is committed already, or another save of it is under
+            way.
+        CommitInDoubtError: To write: whether it is committed is not known; the next save settles
+            it.
         FencedError: To write: ``run`` has a newer owner; nothing was committed.
         NotFoundError: To read: there is no such checkpoint.
         IncompleteCheckpointError: To read: not all of it is there.

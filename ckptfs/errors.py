@@ -3,7 +3,7 @@
     CkptfsError                              base; carries uri, rank, node, hint, outcome
     |
     |  fix the call
-    |-- UriError (ValueError)                the URI cannot mean anything here
+    |-- UriError (ValueError)                the URI has no meaning here
     |   `-- MissingDriverError (ImportError) the scheme is known, its library is not installed
     |-- StateError (ValueError)              the state dict cannot be saved or loaded as asked
     |   `-- AmbiguousCheckpointError         another program saved there too: say which one you mean
@@ -15,7 +15,7 @@
     |   |-- AccessError (PermissionError)    permission, read-only mount
     |   |   `-- CredentialsError             missing, wrong or expired; or a clock that is off
     |   |-- NoSpaceError                     space, quota or inodes
-    |   |-- StaleError                       the handle or name moved under us: look again
+    |   |-- StaleError                       the handle or name has changed: look it up again by name
     |   |-- SymlinkError                     a link leads out of where we write: remove it
     |   |-- TransientError                   worth a retry; nothing happened
     |   |-- AnswerLostError                  it may or may not have happened
@@ -27,7 +27,7 @@
     |-- DeadlineError (TimeoutError)         ranks were silent for longer than timeout_s
     |-- ControlPlaneLostError (ConnectionError)  the store that the ranks talk through is gone
     |
-    |  somebody else's run
+    |  another job's run
     |-- FencedError (RuntimeError)           a newer owner took the run: stop
     |-- RunBusyError (RuntimeError)          a living owner holds the run: wait or take over
     |-- CommitConflictError (FileExistsError)    that checkpoint exists already
@@ -93,10 +93,10 @@ class CkptfsError(Exception):
 
     Args:
         message: One sentence that says what happened.
-        uri: Where, with credentials masked; None where no URI is concerned.
-        rank: Which rank; None where no rank is concerned.
-        node: Which node; None where no node is concerned.
-        hint: What to do next; None where there is nothing to say.
+        uri: Where, with credentials masked; None if no URI is concerned.
+        rank: Which rank; None if no rank is concerned.
+        node: Which node; None if no node is concerned.
+        hint: What to do next; None if there is nothing to say.
         outcome: "failed" when the save surely did not commit, "unknown" when it may have; None:
             ``default_outcome``.
 
@@ -147,7 +147,7 @@ def _rebuild(cls: type[CkptfsError], message: str, state: Mapping[str, Any]) -> 
 
 
 class UriError(CkptfsError, ValueError):
-    """The URI cannot mean anything here; nothing was touched."""
+    """The URI has no meaning here; nothing was touched."""
 
 
 class MissingDriverError(UriError, ImportError):
@@ -159,11 +159,13 @@ class StateError(CkptfsError, ValueError):
 
 
 class AmbiguousCheckpointError(StateError):
-    """Another program, such as stock torch, saved into the run: over the checkpoint that was asked for, or after
-    the newest commit. Which one is meant is for the caller to say; nothing was touched.
+    """Another program, such as stock torch, saved into the run.
+
+    It saved over the checkpoint that was asked for, or after the newest commit. The caller has to
+    say which one is meant; nothing was touched.
 
     Args:
-        names: Those of the other program's checkpoints.
+        names: The names of the other program's checkpoints.
     """
 
     def __init__(
@@ -182,14 +184,15 @@ class AmbiguousCheckpointError(StateError):
 
 
 class ArgumentChoice(Enum):
-    """An argument that takes one of a few words. Any other one is a StateError that names the argument and
-    lists the words.
+    """An argument that takes one of a few words.
+
+    Any other word is a StateError that names the argument and lists the words.
     """
 
     parameter: ClassVar[str]
 
     def __init_subclass__(cls, *, parameter: str) -> None:
-        """parameter: its name where it is public, ``if_exists``."""
+        """Set the public name of the ``parameter``, such as ``if_exists``."""
         super().__init_subclass__()
         cls.parameter = parameter
 
@@ -209,7 +212,7 @@ class StorageError(CkptfsError, OSError):
         errno: The number of the operating system; None: ``default_errno``.
 
     Attributes:
-        default_errno: The number of errors of this class where the storage gave none.
+        default_errno: The number of errors of this class if the storage gave none.
     """
 
     default_errno: int | None = _errno.EIO
@@ -254,7 +257,7 @@ class NotFoundError(StorageError, FileNotFoundError):
 
 
 class AlreadyExistsError(StorageError, FileExistsError):
-    """The name is taken; what stood there is untouched."""
+    """The name is taken; what has it is untouched."""
 
     default_errno = _errno.EEXIST
 
@@ -276,14 +279,15 @@ class NoSpaceError(StorageError):
 
 
 class StaleError(StorageError):
-    """The handle or the name moved under us (ESTALE): look again by name."""
+    """The handle or the name has changed (ESTALE): look it up again by name."""
 
     default_errno = _errno.ESTALE
 
 
 class SymlinkError(StorageError):
-    """A symbolic link stands where only a directory of the run may: nothing behind it was written,
-    moved or deleted. The message names the link.
+    """A symbolic link is where only a directory of the run may be. The message names the link.
+
+    Nothing behind it was written, moved or deleted.
     """
 
     default_errno = _errno.ELOOP
@@ -315,11 +319,11 @@ class Failure:
         node: Its node, for a person.
         type: Dotted class path of the original error.
         message: Its text, credentials masked.
-        errno: Its number; None where it had none.
+        errno: Its number; None if it had none.
         traceback: Formatted text.
-        summary: The sentence that ``message`` is made of, where the error was one of ckptfs.
-        uri: The URI in it; None where it had none.
-        hint: What to do next; None where it had none.
+        summary: The sentence that ``message`` is made from, if the error was one of ckptfs.
+        uri: The URI in it; None if it had none.
+        hint: What to do next; None if it had none.
     """
 
     rank: int
@@ -336,19 +340,20 @@ class Failure:
 class CollectiveError(CkptfsError, RuntimeError):
     """Some ranks failed, so the collective call failed on every rank with this same error.
 
-    Where all of them are errors of one type, this error is of that type too: a save that finds no space on
-    two of four ranks is a CollectiveError and a NoSpaceError. ``all_are(kind)`` answers the same for any
-    type. Its text has at most 400 characters; what does not fit is in ``failures``.
+    If all of them are errors of one type, this error is of that type too: a save that finds no
+    space on two of four ranks is a CollectiveError and a NoSpaceError. ``all_are(kind)`` answers
+    the same for any type. Its text has at most 400 characters; what does not fit is in
+    ``failures``.
 
     Args:
         failures: How each rank failed, by rank; None: of no rank.
 
     Attributes:
-        errno: The first number of its failures, where it is a StorageError too.
+        errno: The first number of its failures, if it is a StorageError too.
     """
 
-    # Never that of the type that it is too: whether a collective call failed or is in doubt is
-    # said by whoever raises it.
+    # Not the outcome of the type that it also is: the code that raises it knows whether a collective
+    # call failed or is in doubt.
     default_outcome: Outcome = "failed"
 
     def __new__(  # noqa: PYI034 - another class than the one that was called
@@ -362,9 +367,9 @@ class CollectiveError(CkptfsError, RuntimeError):
         hint: str | None = None,  # noqa: ARG004
         outcome: Outcome | None = None,  # noqa: ARG004
     ) -> CollectiveError:
-        """The class that is also the type of all failures, where they have one."""
+        """Make an instance of the class that is also the type of all failures, if they have one."""
         kind = _type_of_all((failures or {}).values())
-        # A class that somebody derived from this one stays what it is.
+        # A class that is derived from this one stays what it is.
         chosen = _also(kind.__name__) if kind is not None and cls == CollectiveError else cls
         # The builtin that makes the instance: an OSError has a memory layout of its own.
         maker: type[Exception] = OSError if OSError in chosen.__mro__ else RuntimeError
@@ -417,10 +422,11 @@ def _rebuild_collective(
 
 
 def _type_of_all(failures: Iterable[Failure]) -> type[CkptfsError] | None:
-    """The most special type that all failures have, where a collective error may be that too.
+    """Return the most special type that all failures have, if a collective error may be that too.
 
-    Not those that say something about the collective call itself, whoever catches them: that its ranks
-    do not hear each other any more, or that a commit is in doubt.
+    Types that say something about the collective call itself are not returned: that its ranks lost
+    contact with each other, or that a commit is in doubt. A handler would take them for the whole
+    call's.
     """
     kinds = [_declared(failure.type) for failure in failures]
     known = [kind for kind in kinds if kind is not None]
@@ -432,21 +438,27 @@ def _type_of_all(failures: Iterable[Failure]) -> type[CkptfsError] | None:
 
 
 def _declared(type_path: str) -> type[CkptfsError] | None:
-    """The class of this module that a failure's dotted path names."""
+    """Return the class of this module that a failure's dotted path names."""
     found = globals().get(type_path.removeprefix(f"{__name__}."))
     return found if isinstance(found, type) and issubclass(found, CkptfsError) else None
 
 
 @functools.cache
 def _also(name: str) -> type[CollectiveError]:
-    """A class that is both, and is called as the one: logs and metrics have one name for it."""
+    """Return a class that is both.
+
+    Its name is CollectiveError, so that logs and metrics have one name for it.
+    """
     named = {"__module__": __name__, "__doc__": CollectiveError.__doc__}
     both: type[CollectiveError] = type("CollectiveError", (CollectiveError, globals()[name]), named)
     return both
 
 
 def _fitted(message: str, where: str, hint: str) -> str:
-    """At most ``TEXT_CHARS``: long paths lose their middle, then the hint goes, then the end is cut."""
+    """Return at most ``TEXT_CHARS`` characters.
+
+    Long paths lose their middle, then the hint is dropped, then the end is cut.
+    """
     if len(message + where + hint) <= TEXT_CHARS:
         return message + where + hint
     if where:  # as a whole: a URI may have blanks in it
@@ -461,12 +473,12 @@ def _fitted(message: str, where: str, hint: str) -> str:
 
 
 def _shortened(text: str, longest: int) -> str:
-    """Each word of it with at most so many characters."""
+    """Return the text with each word cut to at most ``longest`` characters."""
     return _WORD.sub(lambda found: _cut(found[0], longest), text)
 
 
 def _cut(text: str, longest: int) -> str:
-    """At most so many characters: the beginning, and of a path the last name."""
+    """Return at most ``longest`` characters: the beginning, and of a path the last name."""
     if len(text) <= longest:
         return text
     last = text.rpartition("/")[2]

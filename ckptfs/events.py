@@ -3,9 +3,9 @@
     Counters      bytes, files, items and seconds per phase of one rank, or of all
     SaveResult    where, which save, counters of this rank, of every rank, and the total
     LoadResult    the same for a load, and the keys that strict=False skipped
-    Event         what a manager tells its listeners: one closed union of small values
+    Event         what a manager reports to its listeners: one closed union of small values
 
-Nothing here was learned by a stat or a walk: every byte was counted when it was written or read.
+No number here comes from a stat or a walk: every byte was counted when it was written or read.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Counters:
         commit_s: Seconds of the commit.
         referenced_bytes: Bytes of items that had not changed and were not written again
             (``unchanged="reference"``).
-        direct_bytes: Bytes written past the page cache (``engine="direct"``, or where that pays); 0 where all
-            went through it, or to an object store.
+        direct_bytes: Bytes written past the page cache (``engine="direct"``, or if that is faster);
+            0 if all went through it, or to an object store.
     """
 
     size_bytes: int = 0
@@ -85,12 +85,14 @@ class Counters:
         return self.size_bytes / _MIB / self.data_s if self.data_s > 0 else 0.0
 
     def plus(self, other: Counters) -> Counters:
-        """Return both, one after the other on the same rank: every number of ``other`` is added."""
+        """Return this work and then ``other`` on the same rank: all numbers are added."""
         return Counters(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
 
     @staticmethod
     def together(parts: Iterable[Counters]) -> Counters:
-        """Return all ranks' ``parts`` at once: amounts add up, of each phase the slowest rank's seconds count."""
+        """Return all ranks' ``parts`` together. Amounts add up; each phase has the seconds of its
+        slowest rank.
+        """
         total = Counters()
         for part in parts:
             total = Counters(
@@ -114,15 +116,16 @@ class SaveResult:
 
     Attributes:
         uri: The checkpoint.
-        step: Completed optimizer steps; None where there is no number.
+        step: Completed optimizer steps; None if there is no number.
         save_id: The id of the save.
         mine: The counters of this rank.
         total: The counters of all ranks together.
         per_rank: The counters of each rank, in order of rank.
         wall_s: Seconds from the call to the commit on this rank.
         warnings: What was noticed, one line each.
-        replaced_bytes: Bytes of older saves of the name, by their manifests, that are still there, over all
-            domains: in a held run until its next commit, else only what is pinned or referenced.
+        replaced_bytes: Bytes of older saves of the name, by their manifests, that are still there,
+            over all domains: in a held run until its next commit, else only what is pinned or
+            referenced.
     """
 
     uri: str
@@ -150,7 +153,7 @@ class LoadResult:
 
     Attributes:
         uri: The checkpoint.
-        step: Completed optimizer steps; None where there is no number.
+        step: Completed optimizer steps; None if there is no number.
         save_id: The id of the save; None for a checkpoint that ckptfs did not write.
         mine: The counters of this rank.
         total: The counters of all ranks together.
@@ -182,14 +185,14 @@ class LoadResult:
 
 
 def _told(result: SaveResult | LoadResult) -> str:
-    """What, how much, how long: of all ranks."""
+    """Return what, how much and how long, for all ranks."""
     shown = size_text(result.total.size_bytes)
     step = "" if result.step is None else f" (step {result.step})"
     ranks = f" by {len(result.per_rank)} ranks" if len(result.per_rank) > 1 else ""
     return f"{result.uri}{step}: {shown}{ranks} in {result.wall_s:.2f} s"
 
 
-# -- what a manager tells its listeners, in the order in which it happens on this rank ------------
+# -- the events of a manager, in the order in which they happen on this rank -----------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +218,7 @@ class Staged:
 
     Attributes:
         uri: The checkpoint.
-        step: Completed optimizer steps; None where there is no number.
+        step: Completed optimizer steps; None if there is no number.
         size_bytes: Bytes of this rank's state.
         stall_s: Seconds that the call held the training thread.
     """
@@ -232,7 +235,7 @@ class Written:
 
     Attributes:
         uri: The checkpoint.
-        step: Completed optimizer steps; None where there is no number.
+        step: Completed optimizer steps; None if there is no number.
         mine: The counters of this rank.
     """
 
@@ -264,7 +267,7 @@ class SaveFailed:
         uri: The checkpoint.
         step: Completed optimizer steps.
         error: The class of the error, a colon, and its text.
-        outcome: "failed" where nothing was committed, "unknown" where that is not known.
+        outcome: "failed" if nothing was committed, "unknown" if that is not known.
     """
 
     uri: str
@@ -337,12 +340,12 @@ class Restored:
 
     Attributes:
         uri: The checkpoint, in the run or in one of its copies.
-        step: Completed optimizer steps; None where there is no number.
+        step: Completed optimizer steps; None if there is no number.
         skipped: Newer checkpoints that could not be loaded and why, newest first.
         wall_s: Seconds that the restore took on this rank.
         dropped: Keys of what ranks of another world size kept for themselves (``per_rank="drop"``).
-        copy_of: The URI of the run where ``uri`` is in one of its copies, because the run's own place has
-            lost that save or is behind; None: read from the run.
+        copy_of: The URI of the run if ``uri`` is in one of its copies, because the run's own place
+            has lost that save or is behind; None: read from the run.
     """
 
     uri: str

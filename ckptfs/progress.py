@@ -5,13 +5,13 @@
 
     saving run/step_100  ━━━━━━━━━━╸━━━━━━━━━━  1.2/2.5 GB  812.4 MB/s  0:00:02
 
-Drawn on standard error, on rank 0, if that is a terminal and CKPTFS_PROGRESS is not 0; everywhere
-else a meter costs an attribute look-up. Work that is over within half a second draws nothing. A bar
-goes when its work is over: what became of it is said by whoever did it.
+A bar is drawn on standard error, on rank 0, if that is a terminal and CKPTFS_PROGRESS is not 0;
+everywhere else a meter costs an attribute look-up. Work that is over within half a second draws
+nothing. A bar disappears when its work is over: the code that did the work reports the result.
 
-Of several meters at once the first has the line, the others count in silence. A bar is one line of
-one thread: nothing is installed in the process, neither a handler nor another ``sys.stderr``, and
-what fails in here never reaches the work.
+Of several meters at once the first has the line, the others count silently. A bar is one line of
+one thread: it installs nothing in the process, neither a handler nor another ``sys.stderr``, and a
+failure in here never reaches the work.
 """
 
 from __future__ import annotations
@@ -28,28 +28,31 @@ __all__ = ["SILENT", "Meter", "printable", "progress"]
 
 _QUIET_S = 0.5  # work that is over sooner draws nothing
 _FRAME_S = 0.1
-_LEAVE_S = 1.0  # a terminal that was stopped (Ctrl-S) blocks whoever writes to it: not the work
+_LEAVE_S = 1.0  # a stopped terminal (Ctrl-S) blocks its writer; it must not block the work
 _ERASE = "\r\x1b[2K"
 _LEAST_COLUMNS = 20
-_NUMBERS = 48  # columns for the bar and the numbers beside the title
+_NUMBERS = 48  # columns for the bar and the numbers after the title
 
 _LINE = threading.Lock()  # the terminal has one last line
 
 
 class Meter:
-    """What counts the work. Base class: nobody looks. Any thread, any number of times."""
+    """Counts the work.
+
+    Base class, which shows nothing. Any thread may call it, any number of times.
+    """
 
     def advance(self, size_bytes: int) -> None:
-        """So many bytes more are done."""
+        """Note that ``size_bytes`` more bytes are done."""
 
     def expect(self, total_bytes: int | None) -> None:
-        """How many there will be, where that was not known at the start."""
+        """Set the total, if it was not known at the start."""
 
 
 SILENT = Meter()
 
-# What moves the cursor, changes a terminal, turns text round or is no character: C0, C1, line separators,
-# bidirectional controls, what nobody sees, surrogates.
+# What moves the cursor, changes a terminal, reverses text or is no character: C0, C1, line separators,
+# bidirectional controls, invisible characters, surrogates.
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff\ud800-\udfff"
     "\U000e0000-\U000e007f]"
@@ -57,23 +60,25 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Text for one line of a terminal or a log: what is no plain character is escaped as Python writes it.
+    """Return text for one line of a terminal or a log.
 
-    Names and texts in checkpoints are anybody's: raw, they set a terminal's title, hide what stands before
-    them, or look like further lines. Line feeds are escaped as well.
+    What is no plain character is escaped as Python writes it. Names and texts in checkpoints are
+    not trusted: unescaped, they can set a terminal's title, hide the text in front of them, or look
+    like further lines. Line feeds are escaped as well.
     """
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 @contextlib.contextmanager
 def progress(title: str, total_bytes: int | None = None, *, rank: int = 0) -> Iterator[Meter]:
-    """A meter for the work inside. Raises nothing of its own.
+    """Yield a meter for the work inside. Raises nothing of its own.
 
-    title: what is done, to which URI (bare, without credentials). total_bytes: of this rank; None
-    where nobody knows, then no end is drawn. rank: others than 0 draw nothing.
+    ``title`` says what is done, to which URI (bare, without credentials). ``total_bytes`` is the
+    total of this rank; with None, which means unknown, no end is drawn. Ranks other than 0 draw
+    nothing.
     """
     stream = _terminal() if rank == 0 else None
-    # Taken here, not when the bar is drawn: of nested meters the outer has the line, always.
+    # Taken here, not when the bar is drawn, so that of nested meters always the outer has the line.
     if stream is None or not _LINE.acquire(blocking=False):
         yield SILENT
         return
@@ -86,7 +91,7 @@ def progress(title: str, total_bytes: int | None = None, *, rank: int = 0) -> It
 
 
 def _terminal() -> TextIO | None:
-    """Standard error, where a person looks at it."""
+    """Return standard error if a person can see it."""
     stream = sys.stderr
     if os.environ.get("CKPTFS_PROGRESS") == "0" or os.environ.get("TERM") == "dumb":
         return None
@@ -97,7 +102,7 @@ def _terminal() -> TextIO | None:
 
 
 class _Drawn(Meter):
-    """A meter that a thread looks at."""
+    """A meter with a thread that draws it."""
 
     def __init__(self, title: str, total_bytes: int | None, stream: TextIO) -> None:
         self._title = title
@@ -122,7 +127,7 @@ class _Drawn(Meter):
             _LINE.release()
 
     def stop(self) -> None:
-        """The line is free again, but for a terminal that takes nothing."""
+        """Free the line again, unless the terminal blocks."""
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join(_LEAVE_S)
@@ -131,7 +136,7 @@ class _Drawn(Meter):
         try:
             if not self._over.wait(_QUIET_S):
                 self._draw()
-        except Exception:  # noqa: BLE001, S110 - no rich, a closed terminal: the work goes on unseen
+        except Exception:  # noqa: BLE001, S110 - no rich, a closed terminal: the work continues unseen
             pass
         finally:
             _LINE.release()
@@ -151,7 +156,10 @@ class _Drawn(Meter):
 
 
 def _frames(title: str, stream: TextIO) -> Callable[[int, int | None], str]:
-    """Makes the line of bytes done, and bytes in all. Only here rich is imported."""
+    """Return a function that makes the line, from the bytes done and in all.
+
+    Only here rich is imported.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -176,24 +184,27 @@ def _frames(title: str, stream: TextIO) -> Callable[[int, int | None], str]:
     task = bar.add_task("", total=None)
 
     def frame(done_bytes: int, total_bytes: int | None) -> str:
-        # One column less than there are: a full line would wrap, and only half of it be erased.
+        # One column less than there are: a full line would wrap, and only half of it would be erased.
         width = max(_LEAST_COLUMNS, console.width - 1)
         bar.update(
             task,
             description=_fit(title, width - _NUMBERS),
-            # What is read twice, or written again after a fault, must not end beyond the end.
+            # Bytes that are read twice, or written again after a fault, must not exceed the total.
             completed=min(done_bytes, total_bytes) if total_bytes else done_bytes,
             total=total_bytes or None,
         )
         with console.capture() as drawn:
             console.print(bar.get_renderable(), end="", width=width)
-        return drawn.get().partition("\n")[0]  # of a terminal too narrow for all of it
+        return drawn.get().partition("\n")[0]  # the first line, if the terminal is too narrow
 
     return frame
 
 
 def _fit(title: str, columns: int) -> str:
-    """The title, or its two ends: the last part of a URI tells one checkpoint from another."""
+    """Return the title, or its two ends if it is too long.
+
+    The last part of a URI identifies the checkpoint.
+    """
     columns = max(_LEAST_COLUMNS // 2, columns)
     if len(title) <= columns:
         return title

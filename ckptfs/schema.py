@@ -1,12 +1,13 @@
-"""JSON that somebody else may have written, as typed and bounded values. Pure.
+"""JSON from an untrusted source, as typed and bounded values. Pure.
 
     parse(data)                    the JSON values in it
     Schema(kind).convert(value)    one of them as a ``kind``
     Schema(kind).decode(data)      both
 
-Whatever the bytes are, the value or ``SchemaError``: no OverflowError, KeyError or RecursionError leaves
-this module. The annotations of ``kind`` are the schema; the types below bound them. Fields that ``kind``
-does not have are ignored, so that an older reader survives a newer writer.
+For any bytes the result is the value or ``SchemaError``: no OverflowError, KeyError or
+RecursionError leaves this module. The annotations of ``kind`` are the schema; the types below bound
+them. Fields that ``kind`` does not have are ignored, so that an older reader can read what a newer
+writer wrote.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["Component", "Count", "Number", "Schema", "SchemaError", "Word", "kin
 
 T = TypeVar("T")
 
-_MOST = 2**63 - 1  # what a file offset, a size and a counter of any store fit into
+_MOST = 2**63 - 1  # a file offset, a size and a counter of any store fit into this
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 """From 0 on: bytes, counts, numbers of entries and of ranks."""
@@ -30,7 +31,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 Number = Annotated[int, msgspec.Meta(ge=-_MOST, le=_MOST)]
 """Any whole number that every language can read."""
 
-# Keys are made of it, and what lies in a bucket is not trusted. A lone surrogate has no bytes.
+# Keys are made from it, and the content of a bucket is not trusted. A lone surrogate has no bytes.
 Component = Annotated[
     str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[^/\x00\ud800-\udfff]+\Z", max_length=4096)
 ]
@@ -43,11 +44,11 @@ _PATTERN = re.compile(r"`str` matching regex '.*?Z'")
 
 
 class SchemaError(ValueError):
-    """The bytes are no JSON, or not of that kind; says where in it, and what was expected."""
+    """The bytes are no JSON, or not of that kind; says where in them, and what was expected."""
 
 
 def parse(data: bytes | str) -> Any:
-    """The JSON value. NaN and Infinity, which Python writes, are floats."""
+    """Return the JSON value. NaN and Infinity, which Python writes, are floats."""
     try:
         return json.loads(data)
     except RecursionError as error:
@@ -64,7 +65,7 @@ _KIND = msgspec.json.Decoder(_Kind)
 
 
 def kind_in(data: bytes) -> str | None:
-    """Return the ``kind`` of a JSON object without making values of the rest; None if it says none."""
+    """Return the ``kind`` of a JSON object without decoding the rest; None if it has none."""
     try:
         return _KIND.decode(data).kind
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -74,8 +75,8 @@ def kind_in(data: bytes) -> str | None:
 class Schema(Generic[T]):
     """What JSON values have to be to make a ``kind``: a dataclass, a named tuple, a union of them.
 
-    Made where its module is imported, never later: msgspec reads the annotations of a kind when it meets it
-    first, and two threads that make it do so at once crash the process (0.22.0).
+    Make it when its module is imported, never later: msgspec reads the annotations of a kind at its
+    first use, and two threads that do so at once crash the process (0.22.0).
     """
 
     def __init__(self, kind: type[T]) -> None:
@@ -84,13 +85,13 @@ class Schema(Generic[T]):
             msgspec.convert(None, kind)
 
     def convert(self, value: Any) -> T:
-        """A parsed value as that kind; SchemaError where it is none."""
+        """Return a parsed value as that kind. Raises SchemaError if it is not one."""
         try:
             return msgspec.convert(value, self._kind)
         except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
-            # A pattern is nothing to read.
+            # A pattern is not readable for a person.
             raise SchemaError(_PATTERN.sub("one component of a path", str(error))) from error
 
     def decode(self, data: bytes | str) -> T:
-        """``parse``, then ``convert``."""
+        """Parse as ``parse``, then convert as ``convert``."""
         return self.convert(parse(data))

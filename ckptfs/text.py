@@ -1,6 +1,6 @@
 """Sizes, ages, times and counts as a person reads them, the same wherever one is printed. Pure.
 
-Units are decimal, as disks and networks are sold and ``du --si`` prints them.
+Units are decimal, as for the sizes of disks, the speeds of networks and ``du --si``.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 __all__ = ["age_text", "counted", "number_text", "seconds_text", "size_text"]
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_LEAST = 0.9995  # of a unit: three digits of what is below it would be 1000 of the smaller one
+_LEAST = 0.9995  # of a unit: from here on, three digits of the smaller unit would be 1000
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 def counted(number: int, thing: str) -> str:
-    """``1 file``, ``2 files``."""
+    """Return ``1 file``, ``2 files``."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def size_text(size_bytes: float | None) -> str:
-    """``1.43 GB``, of 10^9; bytes below one kB are exact; ``-`` where the size is not known."""
+    """Return ``1.43 GB``, of 10^9; bytes below one kB are exact; ``-`` if the size is not known."""
     if size_bytes is None:
         return "-"
     for unit, name in _UNITS:
@@ -28,7 +28,7 @@ def size_text(size_bytes: float | None) -> str:
 
 
 def age_text(seconds: float | None) -> str:
-    """``42s``, ``7m``, ``3h``, ``12d``; ``-`` where the age is not known."""
+    """Return ``42s``, ``7m``, ``3h``, ``12d``; ``-`` if the age is not known."""
     if seconds is None:
         return "-"
     seconds = max(0.0, seconds)

@@ -44,11 +44,11 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _COLLAPSED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-# Their first component is the place itself (a bucket, a container, a host, a store's name).
+# The first component is the place itself (a bucket, a container, a host, a store's name).
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "wasb", "wasbs", "oss")
 _HOSTS = ("http", "https", "sftp", "ssh", "ftp", "webhdfs", "smb")
 _NEEDS_AUTHORITY = frozenset((*_BUCKETS, *_HOSTS, "memory"))
-# What stands before "@" without a password is a name there: a container, a login.
+# The text before "@" without a password is a name here: a container, a login.
 _NAMED_USER = frozenset(("abfs", "abfss", "wasb", "wasbs", "hdfs", "viewfs", *_HOSTS[2:]))
 _HARMLESS_QUERY = frozenset(
     ("account_name", "anon", "endpoint", "endpoint_url", "project", "region", "shape", "versionid")
@@ -76,7 +76,7 @@ _BARE_SECRET = re.compile(r"((?<![:\w])//)[^\s/@'\"]+:[^\s@'\"]+@")
 
 
 class HasProtocol(Protocol):
-    """A ``upath.UPath``, known by what it carries: ckptfs does not need the library."""
+    """A ``upath.UPath``, recognised by its attributes: ckptfs does not need the library."""
 
     @property
     def protocol(self) -> str:
@@ -104,8 +104,10 @@ class Uri:
 
     @staticmethod
     def parse(value: str | os.PathLike[Any] | HasProtocol | Uri, base: str | None = None) -> Uri:
-        """The one reading of what a user wrote. Relative paths are taken from ``base`` (a path or
-        a URI), by default from the working directory. UriError, and nothing is touched.
+        """Parse what a user wrote; the only place that does so.
+
+        Relative paths are taken from ``base`` (a path or a URI), by default from the working
+        directory. Raises UriError; nothing is touched.
         """
         if isinstance(value, Uri):
             return value
@@ -180,9 +182,9 @@ class Uri:
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that is not a plain relative path: the seat belt against ``../`` in manifests.
+    """Refuse a key that is not a plain relative path: a safeguard against ``../`` in manifests.
 
-    "" is the root itself. UriError for "/x", "a//b", "a/", ".", "..", control characters.
+    "" is the root itself. Raises UriError for "/x", "a//b", "a/", ".", "..", control characters.
     """
     if key and (key.startswith("/") or {"", ".", ".."} & set(key.split("/"))):
         raise UriError(f"not a relative key: {key!r}", hint="no '.', '..' or empty components")
@@ -190,20 +192,22 @@ def check_key(key: str) -> None:
 
 
 def options_of(value: object) -> Mapping[str, Any]:
-    """The storage options that a ``upath.UPath`` carries, {} for anything else."""
+    """Return the storage options that a ``upath.UPath`` carries, {} for anything else."""
     found = getattr(value, "storage_options", None)
     return dict(found) if isinstance(found, Mapping) else {}
 
 
 def mask_credentials(text: str) -> str:
-    """Any text, with the credentials of all URIs in it masked, and those that stand in it by the names that
-    HTTP headers, connection strings and signed requests give them; rather too much than too little.
+    """Return any text with the credentials in it masked; rather too much than too little.
+
+    These are the credentials of all URIs in the text, and those that have the names that HTTP
+    headers, connection strings and signed requests give them.
     """
     text = _NAMED_SECRET.sub(rf"\1{MASK}", _HEADER_SECRET.sub(rf"\1{MASK}", text))
-    # No bucket has a port: what looks like one is the beginning of a password.
+    # Buckets have no port: what looks like one is the beginning of a password.
     text = _BUCKET_SECRET.sub(rf"\1{MASK}@", text)
-    # A password may hold "/" or "@" that nobody encoded, so the mask reaches to the last "@" of
-    # the word. host:8020/ is no password.
+    # A password may contain an unencoded "/" or "@", so the mask reaches to the last "@" of the word.
+    # host:8020/ is no password.
     text = _BARE_SECRET.sub(rf"\1{MASK}@", text)
     text = re.sub(r"(://)[^\s/?#:@'\"]*:(?!\d+/)[^\s'\"]*@", rf"\1{MASK}@", text)
     text = re.sub(
@@ -215,7 +219,7 @@ def mask_credentials(text: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """The text for an error: one word, so that a secret with a blank in it is masked whole."""
+    """Return the text for an error: one word, so that a secret with a blank is masked whole."""
     return mask_credentials(_BLANK.sub("_", text) if "://" in text else text)
 
 
@@ -246,7 +250,7 @@ def _refuse_unprintable(text: str) -> None:
 
 
 def _is_tree(protocol: str) -> bool:
-    """file, and its wrappers: the path is a path, whatever letters it holds."""
+    """Whether it is file or a wrapper of it: the path is a path, whatever characters it has."""
     return protocol.rpartition("+")[2] == "file"
 
 
