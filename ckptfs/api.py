@@ -27,8 +27,8 @@ from ckptfs.commit.catalog.catalog import (
     looking_at,
     refuse_no_run,
 )
-from ckptfs.commit.catalog.locate import locate_directory, reading_seat
-from ckptfs.commit.catalog.unlogged import Unlogged, check_unlogged, list_unlogged, newest_there
+from ckptfs.commit.catalog.locate import locate_directory, reading_session
+from ckptfs.commit.catalog.unlogged import Unlogged, check_unlogged, list_unlogged, newest_unlogged
 from ckptfs.commit.directory_checkpoints.read import fetched
 from ckptfs.commit.directory_checkpoints.write import writing_directory
 from ckptfs.commit.log.entries import Kind
@@ -36,7 +36,7 @@ from ckptfs.commit.operations import Program, drive, settled, side_by_side
 from ckptfs.commit.ownership.claim import Mode, Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Place, agree_uri, control_for, open_seat, step_of
+from ckptfs.commit.session import Place, agree_uri, control_for, open_session, step_of
 from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError, StateError
 from ckptfs.storage.base import Shape
 from ckptfs.storage.inflight import log_fields
@@ -244,7 +244,7 @@ def latest(
             checks.append(check_unlogged(views, root, shape))
         if not views:
             checks.append(refuse_no_run(root, shape))
-        checks.append(newest_there(views, root, wanted, shape))
+        checks.append(newest_unlogged(views, root, wanted, shape))
         found = drive(side_by_side(*map(settled, checks)), look.storage)
         for one in found:
             if isinstance(one, CkptfsError):
@@ -296,8 +296,8 @@ def ensure_dir(
     with control_for(process_group, timeout_s) as control:
         target = agree_uri(control, uri)
         if control.step("kind", lambda: _has_directories(target, place), any):
-            with open_seat(target.parent, control, place, write=True) as seat:
-                ensure_dir_at(control, seat.storage, seat.placement, target.name)
+            with open_session(target.parent, control, place, write=True) as session:
+                ensure_dir_at(control, session.storage, session.placement, target.name)
     return target
 
 
@@ -366,9 +366,9 @@ def prepare_run(
         control = stack.enter_context(control_for(process_group, timeout_s))
         root = agree_uri(control, run_uri)
         check_run_uri(control, root, place.storage_options)
-        seat = stack.enter_context(open_seat(root, control, place, write=True))
+        session = stack.enter_context(open_session(root, control, place, write=True))
         with log_fields(run=str(root), rank=control.rank):
-            run = claim(seat, modes, takeovers, caller=Caller("prepare_run()"))
+            run = claim(session, modes, takeovers, caller=Caller("prepare_run()"))
         run.closing.push(stack.pop_all())
         return run
 
@@ -445,10 +445,10 @@ def checkpoint_dir(
             contextlib.ExitStack() as stack,
         ):
             target = agree_uri(control, uri)
-            seat, name = stack.enter_context(reading_seat(target, control, place))
-            found = locate_directory(seat, name)
+            session, name = stack.enter_context(reading_session(target, control, place))
+            found = locate_directory(session, name)
             kept = None if into is None else os.fspath(into)
-            yield stack.enter_context(fetched(seat, found, into=kept, follow_links=follow_links))
+            yield stack.enter_context(fetched(session, found, into=kept, follow_links=follow_links))
         return
     if into is not None:
         raise StateError(f"into is {into!r} and nothing is read", hint='it goes with mode="read"')
@@ -456,10 +456,10 @@ def checkpoint_dir(
         if run is None:
             control = stack.enter_context(control_for(process_group, timeout_s))
             target = agree_uri(control, uri)
-            seat = stack.enter_context(open_seat(target.parent, control, place, write=True))
+            session = stack.enter_context(open_session(target.parent, control, place, write=True))
         else:
-            seat = run.seat
-            target = agree_uri(seat.control, uri)
+            session = run.session
+            target = agree_uri(session.control, uri)
             run.check(target)
         spec = SaveSpec(
             target.name,
@@ -467,4 +467,4 @@ def checkpoint_dir(
             artifact=Kind.DIRECTORY,
             run=None if run is None else run.generation,
         )
-        yield stack.enter_context(writing_directory(seat, spec, []))
+        yield stack.enter_context(writing_directory(session, spec, []))

@@ -295,17 +295,17 @@ def _joined(root: Uri, text: str, shown: str) -> str:
     return _tidy_tree(path) if _is_tree(root.protocol) else _tidy_keys(path, shown)
 
 
-def _parse_uri(protocol: str, rest: str, shown: str) -> Uri:
+def _parse_uri(protocol: str, body: str, shown: str) -> Uri:
     if protocol in ("file", "local") or _is_tree(protocol):
         protocol = "file" if protocol == "local" else protocol
-        host, slash, path = rest.partition("/")
+        host, slash, path = body.partition("/")
         if host not in ("", "localhost") or not slash:
             raise UriError(
                 f"{shown!r} names no absolute path",
                 hint=f"write {protocol}:///absolute/path, with three slashes",
             )
         return Uri(protocol, "", _tidy_tree("/" + path))
-    place, _, query = rest.partition("?")
+    place, _, query = body.partition("?")
     before, slash, path = place.partition("/")
     userinfo, _, authority = before.rpartition("@")
     port = authority.rpartition(":")[2]

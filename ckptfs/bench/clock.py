@@ -114,7 +114,7 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mine:
+class _OwnReading:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     sent_bytes: int | None = None
@@ -169,7 +169,7 @@ class Clock:
         sent = received = None
         if wire is not None and now is not None:
             sent, received = now[0] - wire[0], now[1] - wire[1]
-        mine = _Mine(wall_s, cpu_s, sent, received, _added_bytes(before_bytes), error)
+        mine = _OwnReading(wall_s, cpu_s, sent, received, _added_bytes(before_bytes), error)
         return _spent(self._group.gather(mine))
 
 
@@ -202,14 +202,14 @@ def _raise_first(errors: Iterable[CkptfsError | None]) -> None:
             raise error
 
 
-def _spent(told: list[_Mine]) -> Spent:
-    _raise_first(one.error for one in told)
+def _spent(readings: list[_OwnReading]) -> Spent:
+    _raise_first(one.error for one in readings)
     return Spent(
-        max(one.wall_s for one in told),
-        sum(one.cpu_s for one in told),
-        _sum(one.sent_bytes for one in told),
-        _sum(one.received_bytes for one in told),
-        max((one.peak_bytes for one in told if one.peak_bytes is not None), default=None),
+        max(one.wall_s for one in readings),
+        sum(one.cpu_s for one in readings),
+        _sum(one.sent_bytes for one in readings),
+        _sum(one.received_bytes for one in readings),
+        max((one.peak_bytes for one in readings if one.peak_bytes is not None), default=None),
     )
 
 

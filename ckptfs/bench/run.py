@@ -186,15 +186,15 @@ def _died(ranks: _Ranks, ended: _Ended) -> CkptfsError:
     )
 
 
-def _error(told: dict[str, Any]) -> CkptfsError:
-    kind = getattr(errors, told["type"], CkptfsError)
+def _error(record: dict[str, Any]) -> CkptfsError:
+    kind = getattr(errors, record["type"], CkptfsError)
     try:
-        found = kind(told["message"], uri=told["uri"], hint=told["hint"], rank=told["rank"])
+        found = kind(record["message"], uri=record["uri"], hint=record["hint"], rank=record["rank"])
     except TypeError:  # a class with more arguments, such as CollectiveError
         found = CkptfsError(
-            f"{told['type']}: {told['message']}", uri=told["uri"], hint=told["hint"]
+            f"{record['type']}: {record['message']}", uri=record["uri"], hint=record["hint"]
         )
-    return found if isinstance(found, CkptfsError) else CkptfsError(told["message"])
+    return found if isinstance(found, CkptfsError) else CkptfsError(record["message"])
 
 
 PACKAGES = ("ckptfs", "torch", "numpy", "xxhash", "fsspec")
@@ -336,8 +336,8 @@ def _as_one_of_many(
     return asked, machine
 
 
-def _agree(told: Iterable[CkptfsError | None]) -> None:
-    for error in told:
+def _agree(errors: Iterable[CkptfsError | None]) -> None:
+    for error in errors:
         if error is not None:
             raise error
 

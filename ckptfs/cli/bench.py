@@ -52,24 +52,24 @@ _MASK = "***"
 _SHOWN = frozenset((*OURS, "anon", "endpoint_url", "region", "region_name", "use_ssl", "verify"))
 
 
-def command_text(asked: Asked, told: Mapping[str, Any], out: str | None) -> str:
-    """Return the command line, quoted for a shell. ``told``: the options that click parsed."""
+def command_text(asked: Asked, options: Mapping[str, Any], out: str | None) -> str:
+    """Return the command line, quoted for a shell. ``options``: the options that click parsed."""
     words = ["ckptfs", "bench", *(str(target.place) for target in asked.targets)]
     for workload in asked.workloads:
         words += ["--workload", workload.kind]
     for name in ("params", "size"):
-        if told[name] is not None:
-            words += [f"--{name}", str(told[name])]
+        if options[name] is not None:
+            words += [f"--{name}", str(options[name])]
     if asked.engines:
         words += ["--engines", ",".join(asked.engines)]
     words += ["--rounds", str(asked.rounds)] if asked.within_s is None else []
-    if told["ranks"] is not None:
-        words += ["--ranks", str(told["ranks"])]
+    if options["ranks"] is not None:
+        words += ["--ranks", str(options["ranks"])]
     words += [] if asked.durable else ["--no-durable"]
     if any(workload.kind == "loop" for workload in asked.workloads):
         words += ["--steps", str(asked.loop.steps), "--every", str(asked.loop.every)]
     words += ["--keep"] if asked.keep else []
-    for key, value in _flat(told["storage_options"]):
+    for key, value in _flat(options["storage_options"]):
         words += ["-o", f"{key}={_shown(key, value)}"]
     words += ["--out", out] if out else []
     return shlex.join(words)
@@ -171,8 +171,8 @@ def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | Non
     return _reads(parse_size)(_, __, value)
 
 
-def _words(_: click.Context, __: click.Parameter, told: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word.strip() for text in told for word in text.split(",") if word.strip())
+def _words(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word.strip() for text in texts for word in text.split(",") if word.strip())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,16 +226,16 @@ class _BenchDocument:
 )
 @click.option("--note", help="A note for the result: what else ran, what was special.")
 @storage_options(of="every URI that is no directory")
-def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -> Answer:
+def run(uris: tuple[str, ...], out: str | None, note: str | None, **options: Any) -> Answer:
     """Measure how fast checkpoints are saved to each URI and loaded, compared with other writers."""
     from ckptfs.bench.results import try_place
     from ckptfs.bench.run import measure
 
-    asked, began_s = _asked(uris, told), time.monotonic()
+    asked, began_s = _request_from(uris, options), time.monotonic()
     path = out or f"ckptfs-bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     result = measure(
         asked,
-        command=_command(asked, told, out),
+        command=_command(asked, options, out),
         progress=_progress,
         first=lambda: try_place(path),
     )
@@ -249,7 +249,7 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -
         _show(console, result)
         console.print()
         if asked.within_s is not None:
-            for line in _longer(asked, result, told, time.monotonic() - began_s):
+            for line in _longer(asked, result, options, time.monotonic() - began_s):
                 console.print(line, soft_wrap=True)
         console.print(f"every measurement: {written or 'written nowhere'}")
 
@@ -260,7 +260,9 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -
     return Answer(document, show, exit_of(error))
 
 
-def _longer(asked: Asked, result: Result, told: dict[str, Any], took_s: float) -> tuple[str, str]:
+def _longer(
+    asked: Asked, result: Result, options: dict[str, Any], took_s: float
+) -> tuple[str, str]:
     """Return a command that gives tighter figures than this run, with about the time that it takes.
 
     took_s: the seconds that this run took.
@@ -270,8 +272,8 @@ def _longer(asked: Asked, result: Result, told: dict[str, Any], took_s: float) -
     rounds = max((one.round for one in result.samples), default=1)
     size = max((one.size_bytes for one in result.workloads), default=0)
     factor = (_LONGER_ROUNDS + 1) / (rounds + 1)
-    if told["size"] is None and told["params"] is None and 0 < size < _LONGER_BYTES:
-        told = {**told, "size": f"{_LONGER_BYTES / 1e9:g}GB"}
+    if options["size"] is None and options["params"] is None and 0 < size < _LONGER_BYTES:
+        options = {**options, "size": f"{_LONGER_BYTES / 1e9:g}GB"}
         factor *= _LONGER_BYTES / size
     longer = dataclasses.replace(asked, rounds=_LONGER_ROUNDS, within_s=None)
     return (
@@ -279,7 +281,7 @@ def _longer(asked: Asked, result: Result, told: dict[str, Any], took_s: float) -
             f"This was a short run: {rounds} of {asked.rounds} rounds of {bytes_text(size)}, {took_s:.0f} s. "
             f"Tighter figures, in about {max(1, round(took_s * factor / 60))} min:"
         ),
-        f"  {_command(longer, told, None)}",
+        f"  {_command(longer, options, None)}",
     )
 
 
@@ -303,23 +305,23 @@ def _written(path: str, result: Result) -> tuple[str | None, CkptfsError | None]
     return path, None
 
 
-def _asked(uris: Sequence[str], told: dict[str, Any]) -> Any:
+def _request_from(uris: Sequence[str], given: dict[str, Any]) -> Any:
     from ckptfs.bench.messages import Asked, LoopShape, WorkloadAsked
     from ckptfs.bench.run import target_asked, under_torchrun
     from ckptfs.bench.workloads import NO_MODELS
     from ckptfs.uri import Uri
 
-    if told["params"] is not None and told["size"] is not None:
+    if given["params"] is not None and given["size"] is not None:
         raise click.UsageError("--params and --size say the same: give one of them")
-    if told["ranks"] is not None and under_torchrun():
+    if given["ranks"] is not None and under_torchrun():
         raise click.UsageError("under torchrun the ranks are torchrun's: leave --ranks out")
-    if told["every"] >= told["steps"]:
+    if given["every"] >= given["steps"]:
         raise click.UsageError("--every has to be less than --steps: else the loop saves nothing")
-    options = told["storage_options"]
+    options = given["storage_options"]
     local = [Uri.parse(uri).is_local for uri in uris]
     if options and all(local):
         raise click.UsageError("a directory takes no storage options")
-    params, size = told["params"], told["size"]
+    params, size = given["params"], given["size"]
     return Asked(
         targets=tuple(
             target_asked(uri, None if here else options)
@@ -328,24 +330,24 @@ def _asked(uris: Sequence[str], told: dict[str, Any]) -> Any:
         workloads=tuple(
             # "many" is not a model: with --params it keeps its default size
             WorkloadAsked(kind, None if kind in NO_MODELS else params, size)
-            for kind in dict.fromkeys(told["workloads"])
+            for kind in dict.fromkeys(given["workloads"])
         ),
-        engines=told["engines"],
-        rounds=told["rounds"] or _ROUNDS,
+        engines=given["engines"],
+        rounds=given["rounds"] or _ROUNDS,
         # In a run that may end early, the last round is not known in advance, and --keep needs it.
-        within_s=None if told["rounds"] or told["keep"] else _WITHIN_S,
-        ranks=told["ranks"] or 1,
-        durable=told["durable"],
-        keep=told["keep"],
-        loop=LoopShape(told["steps"], told["every"]),
+        within_s=None if given["rounds"] or given["keep"] else _WITHIN_S,
+        ranks=given["ranks"] or 1,
+        durable=given["durable"],
+        keep=given["keep"],
+        loop=LoopShape(given["steps"], given["every"]),
     )
 
 
-def _command(asked: Any, told: dict[str, Any], out: str | None) -> str:
+def _command(asked: Any, options: dict[str, Any], out: str | None) -> str:
     """Return the command line for the result, without secrets."""
     from ckptfs.cli.bench import command_text
 
-    return command_text(asked, told, out)
+    return command_text(asked, options, out)
 
 
 def _progress(text: str) -> None:

@@ -49,9 +49,9 @@ class _Outcome:
     error: CkptfsError | None = None
 
 
-def _duration(_: click.Context, __: click.Parameter, told: str) -> float:
+def _duration(_: click.Context, __: click.Parameter, text: str) -> float:
     try:
-        return parse_duration(told)
+        return parse_duration(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 

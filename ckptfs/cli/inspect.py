@@ -245,7 +245,7 @@ def _leaf_document(leaf: Leaf, value: str | Omitted) -> _TensorDocument | _Objec
 # -- for people ----------------------------------------------------------------------
 
 
-def _show(found: Inspected, rows: list[Leaf], told: dict[str, str], console: Console) -> None:
+def _show(found: Inspected, rows: list[Leaf], notes: dict[str, str], console: Console) -> None:
     _show_summary(found.summary, console)
     if found.parts:
         console.print()
@@ -270,9 +270,9 @@ def _show(found: Inspected, rows: list[Leaf], told: dict[str, str], console: Con
         console.print()
     columns = ["NAME", "DTYPE", "SHAPE", "SHARDS", "BYTES>", "FILE"]
     lines = [_line(leaf, f"{found.summary.save_id}/") for leaf in rows]
-    if told:
+    if notes:
         columns.append("VALUE")
-        lines = [(*line, told.get(leaf.key, "")) for line, leaf in zip(lines, rows, strict=True)]
+        lines = [(*line, notes.get(leaf.key, "")) for line, leaf in zip(lines, rows, strict=True)]
     table(console, columns, lines)
     total = sum(leaf.size_bytes for leaf in found.leaves)
     hidden = len(found.leaves) - len(rows)

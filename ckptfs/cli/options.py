@@ -32,14 +32,14 @@ _DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhdw]?)")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def parse_storage_options(told: Sequence[str]) -> dict[str, Any]:
+def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
     """Return the options as fsspec takes them; later ones win.
 
     Raises:
         click.BadParameter: An option cannot be read; the message says why.
     """
     found: dict[str, Any] = {}
-    for text in told:
+    for text in texts:
         if text.startswith("@"):
             _merge(found, _read_file(text[1:]))
             continue
@@ -99,8 +99,8 @@ def storage_options(
 ) -> Callable[[_F], _F]:
     """Return a repeatable option. The command gets one mapping, under the plural of ``long``."""
 
-    def parse(context: click.Context, _: click.Parameter, told: Sequence[str]) -> dict[str, Any]:
-        found = parse_storage_options(told)
+    def parse(context: click.Context, _: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:
+        found = parse_storage_options(texts)
         secrets = context.find_root().obj
         if isinstance(secrets, set):  # those that the log masks
             secrets |= secrets_in(found)

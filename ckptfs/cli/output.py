@@ -378,7 +378,7 @@ def group_command(
 def _made(
     make: Callable[..., Any],
     name: str,
-    told: str,
+    command_name: str,
     settings: dict[str, Any],
     *,
     collective: bool = False,
@@ -388,7 +388,10 @@ def _made(
         def run(*args: Any, as_json: bool, **params: Any) -> None:
             speaks = not collective or os.environ.get("RANK", "0") == "0"
             ended = _run(
-                functools.partial(body, *args, **params), told, as_json=as_json, speaks=speaks
+                functools.partial(body, *args, **params),
+                command_name,
+                as_json=as_json,
+                speaks=speaks,
             )
             click.get_current_context().exit(ended)
 
@@ -401,7 +404,7 @@ def _made(
 
 def _run(
     body: Callable[[], Answer | Exit],
-    told: str,
+    command_name: str,
     *,
     as_json: bool,
     speaks: bool,
@@ -411,15 +414,15 @@ def _run(
         answer = body()
     except CkptfsError as error:
         if speaks:
-            print_error(told, error, as_json=as_json, indent=None if is_stream else 2)
+            print_error(command_name, error, as_json=as_json, indent=None if is_stream else 2)
         return exit_of(error)
     except KeyboardInterrupt:
-        say(f"ckptfs {told}: interrupted")
+        say(f"ckptfs {command_name}: interrupted")
         return Exit.INTERRUPTED
     if isinstance(answer, Exit):
         return answer
     if speaks:
-        print_answer(told, answer, as_json=as_json)
+        print_answer(command_name, answer, as_json=as_json)
     return answer.exit
 
 

@@ -13,9 +13,9 @@ folds that entry and decides again.
 The other functions decide what may be deleted by retention, ``delete=``, ``ckptfs rm``, ``ckptfs gc`` and by the
 clearing between saves; ``delete.deletion_steps`` deletes it:
 
-    why_kept                    why one checkpoint stays: a pin, others use its files, a domain out of reach, ...
+    reason_to_keep              why one checkpoint stays: a pin, others use its files, a domain out of reach, ...
     needed                      which of several candidates must stay
-    doomed                      saves that were replaced or overwritten
+    pending_deletes             saves that were replaced or overwritten
     waiting  half_deleted       deletes that did not finish, here and in other domains
     to_clear                    both, in one domain
     with_bytes  needs_claim     the saves of a name, and whether the run must be claimed to delete them
@@ -71,7 +71,6 @@ __all__ = [
     "Deletable",
     "Obstacle",
     "Refusal",
-    "doomed",
     "fence_brings_back",
     "half_deleted",
     "inherited_pins",
@@ -86,11 +85,12 @@ __all__ = [
     "may_seal_part",
     "needed",
     "needs_claim",
+    "pending_deletes",
+    "reason_to_keep",
     "to_clear",
     "unreached",
     "unreleased",
     "waiting",
-    "why_kept",
     "with_bytes",
 ]
 
@@ -238,7 +238,7 @@ def may_abort(state: LogState, save_id: str, by: Generation) -> Abort | Refused[
 
 
 class Cause(StrEnum):
-    """A reason to keep a checkpoint. The caller chooses which causes count: see ``why_kept``."""
+    """A reason to keep a checkpoint. The caller chooses which causes count: see ``reason_to_keep``."""
 
     NOT_LIVE = "not live"  # deleted, replaced or never committed: not the caller's to name
     PINNED = "pinned"
@@ -267,8 +267,8 @@ class Obstacle:
         return f"it is {self.cause}"
 
 
-def why_kept(
-    save_id: str, views: Views, causes: Iterable[Cause], going: Container[str] = frozenset()
+def reason_to_keep(
+    save_id: str, views: Views, causes: Iterable[Cause], deleted: Container[str] = frozenset()
 ) -> Obstacle | None:
     """Return the first of these causes that keeps a checkpoint, or None if it may be deleted.
 
@@ -276,17 +276,17 @@ def why_kept(
         save_id: The checkpoint.
         views: The folded logs.
         causes: The causes that count, in order.
-        going: save_ids that are deleted together with it.
+        deleted: save_ids that are deleted together with it.
     """
     for cause in causes:
-        names = _kept_by(cause, save_id, views, going)
+        names = _dependents(cause, save_id, views, deleted)
         if names is not None:
             return Obstacle(cause, names)
     return None
 
 
-def _kept_by(
-    cause: Cause, save_id: str, views: Views, going: Container[str]
+def _dependents(
+    cause: Cause, save_id: str, views: Views, deleted: Container[str]
 ) -> tuple[str, ...] | None:
     """Return the names for the message if the cause keeps the save, or None if it does not."""
     match cause:
@@ -296,7 +296,7 @@ def _kept_by(
             pinned = any(view.save(save_id).pinned for view in views.values())
             return () if pinned and not is_deleted(save_id, views) else None
         case Cause.USED:
-            return _users(save_id, views, going) or None
+            return _users(save_id, views, deleted) or None
         case Cause.NEWEST:
             return () if _is_newest(save_id, views) else None
         case Cause.UNREACHED:
@@ -304,7 +304,7 @@ def _kept_by(
             return (unreached([seal], views) if seal is not None else ()) or None
 
 
-def _users(save_id: str, views: Views, going: Container[str]) -> tuple[str, ...]:
+def _users(save_id: str, views: Views, deleted: Container[str]) -> tuple[str, ...]:
     """Return the names of saves that refer to this one and stay, or are not settled yet."""
     users = {
         save.seal.name
@@ -312,7 +312,7 @@ def _users(save_id: str, views: Views, going: Container[str]) -> tuple[str, ...]
         for save in view.saves.living.values()
         if save.seal is not None
         and save_id in save.seal.references
-        and save.save_id not in going
+        and save.save_id not in deleted
         and standing(save.save_id, views) not in (Standing.DELETED, Standing.ABORTED)
     }
     return tuple(sorted(users))
@@ -368,7 +368,7 @@ class Deletable:
     reason: str
 
 
-def doomed(views: Views, at_once: Container[str] = frozenset()) -> list[Deletable]:
+def pending_deletes(views: Views, at_once: Container[str] = frozenset()) -> list[Deletable]:
     """Return the saves that the holder deletes by itself. Pinned and referenced saves stay.
 
     These are replaced saves, one commit after their successor (stock readers may still use the old
@@ -381,7 +381,7 @@ def doomed(views: Views, at_once: Container[str] = frozenset()) -> list[Deletabl
     """
     lives = commits(views)
     used = used_overwrites(views, lives)
-    kept = _kept(views, lives)
+    kept = _needed_ids(views, lives)
     successors = _successors(lives)
     out = []
     for live in lives:
@@ -412,7 +412,7 @@ def _successors(lives: Sequence[Live]) -> dict[str, Seal]:
     return found
 
 
-def _kept(views: Views, lives: Sequence[Live]) -> set[str]:
+def _needed_ids(views: Views, lives: Sequence[Live]) -> set[str]:
     """Return the ids of live and pinned saves, and of the saves that they refer to."""
     kept = {live.seal.save_id: live.seal for live in catalog_of(lives, views)}
     for live in lives:
@@ -431,7 +431,7 @@ def waiting(state: LogState) -> list[Seal]:
 
 
 def to_clear(
-    seen: Views,
+    views: Views,
     domain: str,
     spare: Container[str] = frozenset(),
     at_once: Container[str] = frozenset(),
@@ -441,13 +441,13 @@ def to_clear(
     These are the doomed saves, and those with a delete that did not finish, except ``spare``.
 
     Args:
-        seen: The folded logs.
+        views: The folded logs.
         domain: The domain to clear.
         spare: save_ids that this process removes later.
-        at_once: As for ``doomed``.
+        at_once: As for ``pending_deletes``.
     """
-    begun = [seal for seal in waiting(seen[domain]) if seal.save_id not in spare]
-    fresh = doomed(seen, at_once)
+    begun = [seal for seal in waiting(views[domain]) if seal.save_id not in spare]
+    fresh = pending_deletes(views, at_once)
     return [
         *(Deletable(seal, "begun before") for seal in begun),
         *(one for one in fresh if domain in one.seal.everywhere),

@@ -45,9 +45,9 @@ __all__ = [
     "BlockCheck",
     "BlockDigester",
     "Check",
+    "FileDigestCheck",
     "FileDigests",
     "ItemDigests",
-    "WholeCheck",
     "decode_digests",
     "encode_digests",
     "first_bad_block",
@@ -446,7 +446,7 @@ class BlockCheck(Check):
             raise self._damaged(f"bytes {start} to {stop} are missing: truncated")
 
 
-class WholeCheck(Check):
+class FileDigestCheck(Check):
     """Compare a file with one xxh3_128 of the whole file.
 
     If the digest is None, nothing is compared; ``digest`` then is that of the bytes taken so far.

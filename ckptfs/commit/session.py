@@ -21,7 +21,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import Program, drive, read_limited
 from ckptfs.commit.ownership.background_owner import Background
 from ckptfs.commit.paths import CONTROL, HINT, LOG, log_key, step_in
-from ckptfs.commit.save.spec import fresh_ids, now_text, whole_step
+from ckptfs.commit.save.spec import checked_step, fresh_ids, now_text
 from ckptfs.commit.state import unsent
 from ckptfs.control.control import Control, open_control
 from ckptfs.errors import CollectiveError, NotFoundError, StateError, UriError
@@ -34,12 +34,12 @@ __all__ = [
     "TOUCH_AFTER_S",
     "Common",
     "Place",
-    "Seat",
+    "RunSession",
     "View",
     "agree_uri",
     "naming",
-    "open_seat",
-    "sit_down",
+    "open_session",
+    "start_session",
     "step_of",
     "step_with_views",
 ]
@@ -76,9 +76,9 @@ class Known:
 
 @dataclass(slots=True, eq=False)
 class Common:
-    """What all seats of one process at one domain of a held run share.
+    """What all sessions of one process at one domain of a held run share.
 
-    If a second seat had its own values, it would immediately remove what a grace period still
+    If a second session had its own values, it would immediately remove what a grace period still
     keeps, and both could remove and project one name at the same time. Another process has its own
     values.
 
@@ -96,7 +96,7 @@ class Common:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RunSession:
     """The session of one rank at a run.
 
     Attributes:
@@ -108,7 +108,7 @@ class Seat:
         background: On an owner that holds the run, the queue that takes deletes, where removing
             takes requests; else None.
         known: On an owner that holds the run, the newest fold so far.
-        common: What this process's other seats at the same domain share with this one.
+        common: What this process's other sessions at the same domain share with this one.
         hint: On a reader, the hint of the log, if it was read together with the domain's id.
     """
 
@@ -167,7 +167,7 @@ class Seat:
         with contextlib.suppress(RuntimeError):  # the interpreter is ending: no thread starts
             timer.start()
 
-    def drive_aside(self, program: Program[T], background: Background) -> T:
+    def drive_in_background(self, program: Program[T], background: Background) -> T:
         """Run a program of a background task. It may append to the log after all calls returned."""
         try:
             return drive(program, self.storage, stopped=background.stopped)
@@ -267,11 +267,11 @@ def agree_uri(control: Control, given: object) -> Uri:
         raw = str(getattr(given, "__fspath__", lambda: given)())
         return raw if relative and not raw.startswith(("/", "~")) else str(parsed)
 
-    def same(told: Sequence[str | UriError]) -> str:
-        wrong = next((t for t in told if isinstance(t, UriError)), None)
+    def same(answers: Sequence[str | UriError]) -> str:
+        wrong = next((t for t in answers if isinstance(t, UriError)), None)
         if wrong is not None:
             raise wrong
-        texts = [t for t in told if isinstance(t, str)]
+        texts = [t for t in answers if isinstance(t, str)]
         if len(set(texts)) > 1:
             odd = next(rank for rank, t in enumerate(texts) if t != texts[0])
             raise UriError(
@@ -288,17 +288,17 @@ def agree_uri(control: Control, given: object) -> Uri:
 
 
 @contextlib.contextmanager
-def open_seat(
+def open_session(
     run_uri: Uri,
     control: Control,
     place: Place,
     *,
     write: bool,
     common: Common | None = None,
-) -> Iterator[Seat]:
-    """Open a seat at a run. Collective.
+) -> Iterator[RunSession]:
+    """Open a session at a run. Collective.
 
-    On leaving, its storage is closed and the control is not. common: that of a seat that this
+    On leaving, its storage is closed and the control is not. common: that of a session that this
     process already has at the run.
     """
     _refuse_private_memory(control, run_uri)
@@ -309,7 +309,7 @@ def open_seat(
 
     try:
         control.step("open", open_here)
-        yield sit_down(control, opened[0], place, write=write, common=common)
+        yield start_session(control, opened[0], place, write=write, common=common)
     finally:
         for storage in opened:  # also if another rank could not open its own
             storage.close()
@@ -329,17 +329,17 @@ def _refuse_private_memory(control: Control, uri: Uri) -> None:
         )
 
 
-def sit_down(
+def start_session(
     control: Control,
     storage: Storage,
     place: Place,
     *,
     write: bool,
     common: Common | None = None,
-) -> Seat:
-    """Make a seat at the run that ``storage`` is rooted at. Collective.
+) -> RunSession:
+    """Make a session at the run that ``storage`` is rooted at. Collective.
 
-    The caller still owns the storage and closes it. common: as for ``open_seat``.
+    The caller still owns the storage and closes it. common: as for ``open_session``.
     """
     answers = _FirstAnswers(storage) if not write else None
     placement = probe_domains(
@@ -353,10 +353,10 @@ def sit_down(
     if answers is not None:
         log = _as_readers_see(control, storage, placement, answers)
         hint = answers.hint if log is storage else None  # the other kind of log has none
-        return Seat(control, log, placement, storage.capabilities, hint=hint)
+        return RunSession(control, log, placement, storage.capabilities, hint=hint)
     caps = _agreed_caps(control, storage, placement)
     log = with_log(storage, caps, write=True)
-    return Seat(control, log, placement, caps, common=common or Common())
+    return RunSession(control, log, placement, caps, common=common or Common())
 
 
 class _FirstAnswers:
@@ -446,7 +446,7 @@ class _Found:
 
 def step_of(name: str, step: int | None) -> int | None:
     """Return the given step, otherwise the number at the end of the name (``step_100``, ``ckpt-100``)."""
-    return step_in(name) if step is None else whole_step(step)
+    return step_in(name) if step is None else checked_step(step)
 
 
 def control_for(process_group: Any, timeout_s: float | None) -> Control:

@@ -51,7 +51,6 @@ __all__ = [
     "is_deleted",
     "later_overwrites",
     "living",
-    "name_taken",
     "next_seq",
     "occupant",
     "order_key",
@@ -62,6 +61,7 @@ __all__ = [
     "pieces",
     "promise",
     "promised_here",
+    "save_named",
     "split_name",
     "standing",
     "successor_here",
@@ -70,9 +70,9 @@ __all__ = [
 ]
 
 
-def part_name(whole: str, part: str) -> str:
+def part_name(name: str, part: str) -> str:
     """The name of a part below the run."""
-    return f"{whole}/{part}"
+    return f"{name}/{part}"
 
 
 def split_name(name: str) -> tuple[str, str | None]:
@@ -81,29 +81,29 @@ def split_name(name: str) -> tuple[str, str | None]:
     return whole, part or None
 
 
-def piece(whole: Seal, ref: PartRef) -> Seal:
+def piece(seal: Seal, ref: PartRef) -> Seal:
     """Return one part as if it were a save of its own."""
     return replace(
-        whole,
+        seal,
         save_id=ref.save_id,
-        name=part_name(whole.name, ref.name),
+        name=part_name(seal.name, ref.name),
         digest=ref.digest,
         domains=ref.domains,
         parts=(),
     )
 
 
-def pieces(whole: Seal, domain: str) -> list[Seal]:
+def pieces(seal: Seal, domain: str) -> list[Seal]:
     """Return the pieces of a save that a domain holds.
 
     The whole comes last, and is in every domain.
     """
-    return [*(piece(whole, ref) for ref in whole.parts if domain in ref.domains), whole]
+    return [*(piece(seal, ref) for ref in seal.parts if domain in ref.domains), seal]
 
 
-def piece_ids(whole: Seal) -> set[str]:
+def piece_ids(seal: Seal) -> set[str]:
     """The ids of a save and of its parts."""
-    return {whole.save_id, *(ref.save_id for ref in whole.parts)}
+    return {seal.save_id, *(ref.save_id for ref in seal.parts)}
 
 
 def part_in(save_id: str, views: Mapping[str, LogState]) -> Part | None:
@@ -165,12 +165,12 @@ def seal_of(save_id: str, views: Views) -> Seal | None:
 
 def standing(save_id: str, views: Views) -> Standing:
     """Return the state of a save, or of a part of one."""
-    found = _standing_of_whole(save_id, views)
+    found = _standing_of_parts(save_id, views)
     part = part_in(save_id, views) if found is Standing.UNKNOWN else None
     return found if part is None else _standing_of_part(part, views)
 
 
-def _standing_of_whole(save_id: str, views: Views) -> Standing:
+def _standing_of_parts(save_id: str, views: Views) -> Standing:
     states = [view.save(save_id) for view in views.values()]
     if any(s.deleted for s in states):
         return Standing.DELETED
@@ -193,7 +193,7 @@ def _standing_of_whole(save_id: str, views: Views) -> Standing:
 
 def _standing_of_part(part: Part, views: Views) -> Standing:
     """Return the state of a sealed part: that of the whole, if the whole includes it."""
-    whole = _standing_of_whole(part.of, views)
+    whole = _standing_of_parts(part.of, views)
     if whole in (Standing.COMMITTED, Standing.DELETED):
         seal = seal_of(part.of, views)
         chosen = seal is None or any(ref.save_id == part.save_id for ref in seal.parts)
@@ -395,7 +395,7 @@ def latest(views: Views, artifact: Kind | None = None) -> Live | None:
     return lives[-1] if lives else None
 
 
-def name_taken(name: str, views: Views) -> Seal | None:
+def save_named(name: str, views: Views) -> Seal | None:
     """Return the live or unsettled save that holds a name."""
     for live in catalog(views):
         if live.seal.name == name:

@@ -162,7 +162,7 @@ class ConnectionPool:
         return True
 
 
-class _Kept:
+class _Pools:
     """The connection pools of this process, by store."""
 
     def __init__(self) -> None:
@@ -170,14 +170,14 @@ class _Kept:
         self.by_store: weakref.WeakKeyDictionary[Any, ConnectionPool] = weakref.WeakKeyDictionary()
 
 
-_kept = _Kept()
-_parents: list[_Kept] = []  # not closed in the child: the parent still uses them
+_pools = _Pools()
+_parents: list[_Pools] = []  # not closed in the child: the parent still uses them
 
 
 def _forget() -> None:
-    global _kept  # noqa: PLW0603 - the child of a fork begins with nothing
-    _parents.append(_kept)
-    _kept = _Kept()
+    global _pools  # noqa: PLW0603 - the child of a fork begins with nothing
+    _parents.append(_pools)
+    _pools = _Pools()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -187,8 +187,8 @@ def pool_of(source: Any) -> ConnectionPool | None:
     """Return the connections to a store, or None if its clients have no connections."""
     if not _torch.is_networked(source):
         return None
-    with _kept.lock:
-        return _kept.by_store.setdefault(source, ConnectionPool())
+    with _pools.lock:
+        return _pools.by_store.setdefault(source, ConnectionPool())
 
 
 T = TypeVar("T")
@@ -361,7 +361,7 @@ def connect(host: str, port: int, timeout_s: float) -> Any:
         ControlPlaneLostError: There is no connection within timeout_s.
     """
     known = _reached.get((os.getpid(), host, port))
-    if known is not None and _is_there(known, timeout_s):
+    if known is not None and _is_alive(known, timeout_s):
         return known
     wait_s = min(timeout_s, 60.0)
     future: Future[Any] = Future()
@@ -382,7 +382,7 @@ def connect(host: str, port: int, timeout_s: float) -> Any:
 _reached: dict[tuple[int, str, int], Any] = {}
 
 
-def _is_there(store: Any, timeout_s: float) -> bool:
+def _is_alive(store: Any, timeout_s: float) -> bool:
     """Whether the server that this client is connected to still answers."""
     with contextlib.closing(StoreClient(store, "ckptfs-reached")) as client:
         try:
@@ -408,7 +408,7 @@ def put(store: Any, key: str, data: bytes) -> None:
 
 def take(store: Any, key: str) -> tuple[bytes, list[str]]:
     """Read what ``put`` or ``offer`` wrote, and return it with all its keys. The key must exist."""
-    return _take_rest(store, key, store.get(key))
+    return _take_remainder(store, key, store.get(key))
 
 
 def take_many(store: Any, keys: list[str]) -> list[tuple[bytes, list[str]]]:
@@ -423,12 +423,12 @@ def take_many(store: Any, keys: list[str]) -> list[tuple[bytes, list[str]]]:
     for start in range(0, len(keys), _AT_ONCE):
         some = keys[start : start + _AT_ONCE]
         heads = store.multi_get(some)
-        found += [_take_rest(store, k, bytes(h)) for k, h in zip(some, heads, strict=True)]
+        found += [_take_remainder(store, k, bytes(h)) for k, h in zip(some, heads, strict=True)]
     return found
 
 
-def _take_rest(store: Any, key: str, head: bytes) -> tuple[bytes, list[str]]:
-    rest = _rest_of(key, head)
+def _take_remainder(store: Any, key: str, head: bytes) -> tuple[bytes, list[str]]:
+    rest = _remainder_of(key, head)
     first = head.partition(b"\n")[2]
     return b"".join([first, *(_chunk(store, name) for name in rest)]), [key, *rest]
 
@@ -440,7 +440,7 @@ def _chunk(store: Any, name: str) -> bytes:
     return data
 
 
-def _rest_of(key: str, head: bytes) -> list[str]:
+def _remainder_of(key: str, head: bytes) -> list[str]:
     """Return the other keys of a value, by its first chunk.
 
     StateError: ckptfs did not write it.
@@ -479,7 +479,7 @@ def drop(store: Any, key: str) -> None:
     # compare with an empty value: that would make the key, and others would read it.
     head = bytes(store.compare_set(key, _ABSENT, _ABSENT))
     if head != _ABSENT:
-        for name in _rest_of(key, head):
+        for name in _remainder_of(key, head):
             store.delete_key(name)
     store.delete_key(key)
 

@@ -12,7 +12,7 @@ torch_hooks/    the same under torch's own ``dcp.save`` and ``dcp.load``
 safetensors/    directories of safetensors files
 
 api.py  async_api.py    ``save``, ``load``, ``async_save``; pending.py is what async_save returns
-saving.py  loading.py   one save and one load on an open seat, for the calls above and the manager
+saving.py  loading.py   one save and one load on an open session, for the calls above and the manager
 worker.py               the thread that saves in the background
 object_file.py          one object in one file
 planner.py              the save planner under its documented name

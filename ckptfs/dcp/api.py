@@ -20,12 +20,12 @@ from typing import Any, Literal, overload
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckptfs.commit.catalog.locate import following, reading_seat
+from ckptfs.commit.catalog.locate import following, reading_session
 from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run
 from ckptfs.commit.parts.tickets import SealedPart, TicketPart
 from ckptfs.commit.save.spec import IfExists, SaveSpec
-from ckptfs.commit.session import Place, Seat, agree_uri, control_for, open_seat, step_of
+from ckptfs.commit.session import Place, RunSession, agree_uri, control_for, open_session, step_of
 from ckptfs.control.control import Control, timeout_of
 from ckptfs.control.world import World
 from ckptfs.dcp.incremental.reuse import Unchanged
@@ -183,8 +183,8 @@ def save(
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     wait_s = timeout_of(timeout_s)
     with (
-        _seat_for(uri, run, process_group, timeout_s, place) as (seat, target),
-        claimed(seat, run, IfExists(if_exists), Unchanged(unchanged), wait_s) as holder,
+        _session_for(uri, run, process_group, timeout_s, place) as (session, target),
+        claimed(session, run, IfExists(if_exists), Unchanged(unchanged), wait_s) as holder,
     ):
         spec = SaveSpec(
             target.name,
@@ -201,7 +201,7 @@ def save(
             engine=WriteEngineName(engine),
             plans=plans_of(run),
         )
-        return save_at(state, seat, target, spec, options, started=started)
+        return save_at(state, session, target, spec, options, started=started)
 
 
 def load(
@@ -278,11 +278,11 @@ def load(
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     with _control_of(run, process_group, timeout_s) as control:
         target = agree_uri(control, uri)
-        with reading_seat(target, control, place) as (seat, name):
+        with reading_session(target, control, place) as (session, name):
             load = partial(
                 load_at,
                 state,
-                seat,
+                session,
                 target,
                 strict=strict,
                 allow=allow,
@@ -290,7 +290,7 @@ def load(
                 verify=verify,
                 started=started,
             )
-            return following(seat, name, load)
+            return following(session, name, load)
 
 
 @contextlib.contextmanager
@@ -308,8 +308,8 @@ def _control_of(run: Run | None, process_group: Any, timeout_s: float | None) ->
             yield control
         return
     run.check_held()
-    need_group(run.seat.control.world)
-    yield run.seat.control
+    need_group(run.session.control.world)
+    yield run.session.control
 
 
 def need_group(world: World) -> None:
@@ -323,25 +323,25 @@ def need_group(world: World) -> None:
 
 
 @contextlib.contextmanager
-def _seat_for(
+def _session_for(
     uri: Any, run: Run | None, process_group: Any, timeout_s: float | None, place: Place
-) -> Iterator[tuple[Seat, Uri]]:
-    """Yield the held run's seat, or a new one for this call, and the target."""
+) -> Iterator[tuple[RunSession, Uri]]:
+    """Yield the held run's session, or a new one for this call, and the target."""
     if run is not None:
-        need_group(run.seat.control.world)
-        target = agree_uri(run.seat.control, uri)
+        need_group(run.session.control.world)
+        target = agree_uri(run.session.control, uri)
         run.check(target)
-        yield run.seat, target
+        yield run.session, target
         return
     with _control(process_group, timeout_s) as control:
         target = agree_uri(control, uri)
-        with open_seat(target.parent, control, place, write=True) as seat:
-            yield seat, target
+        with open_session(target.parent, control, place, write=True) as session:
+            yield session, target
 
 
 @contextlib.contextmanager
 def claimed(
-    seat: Seat, run: Run | None, if_exists: IfExists, unchanged: Unchanged, wait_s: float
+    session: RunSession, run: Run | None, if_exists: IfExists, unchanged: Unchanged, wait_s: float
 ) -> Iterator[Run | None]:
     """Yield the run that fences a save, or None.
 
@@ -352,5 +352,5 @@ def claimed(
         yield run
         return
     caller = Caller('save(if_exists="replace")', for_call=True, wait_s=wait_s)
-    with claim(seat, takeover=Takeover.DEAD, caller=caller) as holder:
+    with claim(session, takeover=Takeover.DEAD, caller=caller) as holder:
         yield holder

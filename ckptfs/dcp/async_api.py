@@ -3,7 +3,7 @@
     caller    stage: copy into host buffers        -> PendingSave
     thread    on its own control: plan with the other ranks, begin, write, seal, project
 
-``begin_aside`` is the part that a manager uses too; it is given the thread, the buffers and the save. A save
+``begin_in_background`` is the part that a manager uses too; it is given the thread, the buffers and the save. A save
 without a run uses those of the process: one thread, so that saves commit in order, and one pool of buffers,
 so that the pages of its memory are there already when the next save comes.
 """
@@ -27,7 +27,7 @@ from ckptfs import _torch
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.parts.tickets import TicketPart
 from ckptfs.commit.save.spec import IfExists, SaveSpec
-from ckptfs.commit.session import Place, Seat, agree_uri, open_seat, step_of
+from ckptfs.commit.session import Place, RunSession, agree_uri, open_session, step_of
 from ckptfs.control.control import Control, control_opener, timeout_of
 from ckptfs.control.world import World
 from ckptfs.dcp.api import claimed, need_group
@@ -53,10 +53,10 @@ from ckptfs.events import Staged as StagedEvent
 from ckptfs.uri import Uri, mask_credentials, options_of
 
 __all__ = [
-    "Aside",
     "CopySize",
+    "SaveResources",
     "async_save",
-    "begin_aside",
+    "begin_in_background",
     "size_of_copy",
     "size_of_tensors",
     "submit_pending",
@@ -66,7 +66,7 @@ logger = logging.getLogger("ckptfs.dcp")
 
 Scope = Literal["auto", "shared", "node"]
 EngineName = Literal["auto", "direct", "buffered"]
-_Opening = Callable[[], contextlib.AbstractContextManager[tuple[Seat, Uri, Run | None]]]
+_Opening = Callable[[], contextlib.AbstractContextManager[tuple[RunSession, Uri, Run | None]]]
 
 
 def async_save(
@@ -158,9 +158,9 @@ def async_save(
     how = Unchanged(unchanged)
     wait_s = timeout_of(timeout_s)
     if run is not None:
-        world = run.seat.control.world
+        world = run.session.control.world
         need_group(world)
-        aside = _aside_of(run)
+        aside = _resources_of(run)
         opening: _Opening = partial(_in_run, run, aside, uri)
     else:
         world = World.detect(process_group)
@@ -184,7 +184,7 @@ def async_save(
     )
 
     def save(staged: Staged, watch: Watch) -> SaveResult:
-        with opening() as (seat, agreed, holder):
+        with opening() as (session, agreed, holder):
             spec = SaveSpec(
                 agreed.name,
                 step_of(agreed.name, step),
@@ -193,20 +193,22 @@ def async_save(
                 per_rank=tuple(per_rank),
                 wait_s=wait_s,
             )
-            return save_at(staged, seat, agreed, spec, options, started=pending.began, watch=watch)
+            return save_at(
+                staged, session, agreed, spec, options, started=pending.began, watch=watch
+            )
 
     aside.buffers.resize(host_memory_bytes)
-    return begin_aside(state, pending, save, aside, compare_ranks=world.size > 1)
+    return begin_in_background(state, pending, save, aside, compare_ranks=world.size > 1)
 
 
 @dataclass(slots=True)
-class Aside:
+class SaveResources:
     """What saves in the background need and keep.
 
     Attributes:
         worker: The thread.
         buffers: The memory to stage into.
-        seat: Of a run, a seat with a control of its own; else None.
+        session: Of a run, a session with a control of its own; else None.
         memory: What is known of the last save, for ``unchanged="reference"``.
         plans: What is known of the last plans.
         pid: The process that made this.
@@ -214,7 +216,7 @@ class Aside:
 
     worker: SaveWorker
     buffers: HostBuffers
-    seat: Seat | None = None
+    session: RunSession | None = None
     memory: Memory = field(default_factory=Memory)
     plans: PlanMemory = field(default_factory=PlanMemory)
     pid: int = field(default_factory=os.getpid)
@@ -233,8 +235,8 @@ class Aside:
         """Finish what is in progress (``SaveWorker.close``) and free the memory."""
         done = self.worker.close(timeout_s)
         self.buffers.close()
-        if self.seat is not None and done:
-            self.seat.control.close()
+        if self.session is not None and done:
+            self.session.control.close()
         return done
 
     def leave(self) -> None:
@@ -243,11 +245,11 @@ class Aside:
             logger.error("a save is abandoned: an exception ended the run")
 
 
-def begin_aside(
+def begin_in_background(
     state_dict: Mapping[str, Any],
     pending: PendingSave,
     save: Callable[[Staged, Watch], SaveResult],
-    aside: Aside,
+    resources: SaveResources,
     *,
     compare_ranks: bool,
     tell: Tell = tell_nobody,
@@ -257,9 +259,9 @@ def begin_aside(
     Args:
         state_dict: The state.
         pending: The save.
-        save: ``save_at`` with a seat that only this thread uses (a clone), or a function that does more. It is
+        save: ``save_at`` with a session that only this thread uses (a clone), or a function that does more. It is
             collective, so all ranks start the same saves in the same order.
-        aside: Thread and buffers.
+        resources: Thread and buffers.
         compare_ranks: Whether other ranks take part.
         tell: Receives ``Staged``, on this thread.
 
@@ -268,7 +270,7 @@ def begin_aside(
     """
     interrupted: BaseException | None = None
     try:
-        staged = stage(state_dict, aside.buffers, pending, compare_ranks=compare_ranks)
+        staged = stage(state_dict, resources.buffers, pending, compare_ranks=compare_ranks)
     except BaseException as error:  # noqa: BLE001 - raised below; the other ranks must get it first
         interrupted = error
         staged = failed(error, pending)
@@ -287,7 +289,7 @@ def begin_aside(
         return result
 
     try:
-        future = aside.worker.submit(f"saving {pending.uri}", job)
+        future = resources.worker.submit(f"saving {pending.uri}", job)
     except BaseException as error:
         staged.close()
         pending.fail(error)
@@ -357,39 +359,41 @@ class _Process:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._aside: Aside | None = None
+        self._aside: SaveResources | None = None
 
-    def aside(self, world: World) -> Aside:
-        """Return the Aside, made by the first call, and again in a forked child."""
+    def aside(self, world: World) -> SaveResources:
+        """Return the SaveResources, made by the first call, and again in a forked child."""
         with self._lock:
             if self._aside is None or self._aside.pid != os.getpid():
-                self._aside = Aside(SaveWorker(), HostBuffers(local_ranks=world.local_size))
+                self._aside = SaveResources(SaveWorker(), HostBuffers(local_ranks=world.local_size))
             return self._aside
 
 
 _PROCESS = _Process()
 
 
-def _aside_of(run: Run) -> Aside:
-    """Return the run's own Aside, which ends with the run.
+def _resources_of(run: Run) -> SaveResources:
+    """Return the run's own SaveResources, which ends with the run.
 
     The first call clones the control, so all ranks have to call this in the same order.
     """
     if run.aside is None:
-        seat = replace(run.seat, control=run.seat.control.clone())
-        buffers = HostBuffers(local_ranks=seat.control.world.local_size)
-        run.aside = made = Aside(SaveWorker(), buffers, seat, plans=plans_of(run))
+        session = replace(run.session, control=run.session.control.clone())
+        buffers = HostBuffers(local_ranks=session.control.world.local_size)
+        run.aside = made = SaveResources(SaveWorker(), buffers, session, plans=plans_of(run))
         # If the run is garbage collected, no save is in progress, because its job would refer to the run.
         run.closing.callback(made.close, 0.0)
-    aside: Aside = run.aside
+    aside: SaveResources = run.aside
     return aside
 
 
 @contextlib.contextmanager
-def _in_run(run: Run, aside: Aside, uri: Any) -> Iterator[tuple[Seat, Uri, Run | None]]:
-    seat = aside.seat
-    assert seat is not None  # noqa: S101 - a run's has one
-    target = agree_uri(seat.control, uri)
+def _in_run(
+    run: Run, resources: SaveResources, uri: Any
+) -> Iterator[tuple[RunSession, Uri, Run | None]]:
+    session = resources.session
+    assert session is not None  # noqa: S101 - a run's has one
+    target = agree_uri(session.control, uri)
 
     def check() -> StateError | None:
         try:
@@ -404,25 +408,25 @@ def _in_run(run: Run, aside: Aside, uri: Any) -> Iterator[tuple[Seat, Uri, Run |
             if wrong is not None:
                 raise wrong
 
-    seat.control.step("the run", check, agree)
-    yield seat, target, run
+    session.control.step("the run", check, agree)
+    yield session, target, run
 
 
 @contextlib.contextmanager
 def _alone(
     opener: Callable[[], Control],
-    aside: Aside,
+    resources: SaveResources,
     uri: Any,
     place: Place,
     how: tuple[IfExists, Unchanged, float],
-) -> Iterator[tuple[Seat, Uri, Run | None]]:
-    with aside.worker.keeping(opener()) as control:
+) -> Iterator[tuple[RunSession, Uri, Run | None]]:
+    with resources.worker.keeping(opener()) as control:
         target = agree_uri(control, uri)
         with (
-            open_seat(target.parent, control, place, write=True) as seat,
-            claimed(seat, None, *how) as holder,
+            open_session(target.parent, control, place, write=True) as session,
+            claimed(session, None, *how) as holder,
         ):
-            yield seat, target, holder
+            yield session, target, holder
 
 
 def _target(uri: Any) -> Uri | None:

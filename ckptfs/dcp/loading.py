@@ -3,7 +3,7 @@
     inventory_of (step)  ->  plan_load (step)  ->  read (local)  ->  restore_stateful     -> LoadResult
 
 Every rank makes its own plan from the metadata. Ranks only exchange the keys that they request, so that all
-of them find a key that no rank requests. Loads are collective on the seat's control, and only read.
+of them find a key that no rank requests. Loads are collective on the session's control, and only read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ckptfs.commit.catalog.catalog import Found
 from ckptfs.commit.manifest import digest_of
 from ckptfs.commit.operations import read_limited
 from ckptfs.commit.paths import METADATA
-from ckptfs.commit.session import Seat, naming, step_of
+from ckptfs.commit.session import RunSession, naming, step_of
 from ckptfs.control.control import Control
 from ckptfs.dcp.metadata.metadata_reader import (
     Inventory,
     Renamed,
-    Whole,
+    TorchInventory,
     decode_metadata,
     read_inventory,
 )
@@ -201,7 +201,7 @@ def plan_load(
         StateError: The checkpoint has keys that no rank requests; the same on every rank.
     """
     started = time.perf_counter()
-    inventory = Whole(metadata) if isinstance(metadata, Metadata) else metadata
+    inventory = TorchInventory(metadata) if isinstance(metadata, Metadata) else metadata
     planners: list[LoadPlanner] = []
     held: list[list[Read]] = []
 
@@ -318,7 +318,7 @@ class Loadable:
 
 def load_at(
     state_dict: dict[str, Any],
-    seat: Seat,
+    session: RunSession,
     target: Uri,
     found: Found,
     *,
@@ -334,7 +334,7 @@ def load_at(
     """
     started = time.perf_counter() if started is None else started
     held: list[Inventory] = []
-    seat.control.step("metadata", lambda: held.append(inventory_of(seat.storage, found)))
+    session.control.step("metadata", lambda: held.append(inventory_of(session.storage, found)))
     flat: dict[str, Any] = {}
     handed_over: set[str] = set()
 
@@ -344,11 +344,11 @@ def load_at(
         flat.update(unwrap_stateful(state_dict))
         return flat
 
-    with log_fields(**_fields(seat.storage.root, seat.control.rank, found)):
+    with log_fields(**_fields(session.storage.root, session.control.rank, found)):
         been_read = _plan_and_read(
             unwrapped,
             held.pop(),
-            seat,
+            session,
             target,
             found,
             strict=strict,
@@ -358,7 +358,7 @@ def load_at(
             verify=Verify(verify),
         )
         loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
-        return _hand_over(loadable, been_read, seat, target, found, started)
+        return _deliver(loadable, been_read, session, target, found, started)
 
 
 def _fields(run: Uri, rank: int, found: Found) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def _fields(run: Uri, rank: int, found: Found) -> dict[str, Any]:
 def load_into(
     loadable: Loadable,
     metadata: Metadata,
-    seat: Seat,
+    session: RunSession,
     target: Uri,
     found: Found,
     *,
@@ -390,11 +390,11 @@ def load_into(
     No rank's ``hand_over`` runs before every rank has read all of its part. Errors are as for
     ``ckptfs.load``.
     """
-    with log_fields(**_fields(seat.storage.root, seat.control.rank, found)):
+    with log_fields(**_fields(session.storage.root, session.control.rank, found)):
         been_read = _plan_and_read(
             loadable.state_dict,
-            Whole(metadata),
-            seat,
+            TorchInventory(metadata),
+            session,
             target,
             found,
             strict=strict,
@@ -402,7 +402,7 @@ def load_into(
             objects=objects,
             verify=Verify(verify),
         )
-        return _hand_over(loadable, been_read, seat, target, found, started)
+        return _deliver(loadable, been_read, session, target, found, started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +418,7 @@ class _BeenRead:
 def _plan_and_read(
     state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
     inventory: Inventory,
-    seat: Seat,
+    session: RunSession,
     target: Uri,
     found: Found,
     *,
@@ -428,7 +428,7 @@ def _plan_and_read(
     verify: Verify,
     handed_over: Collection[str] = (),
 ) -> _BeenRead:
-    control, manifest = seat.control, found.manifest
+    control, manifest = session.control, found.manifest
     planned = plan_load(
         state_dict,
         inventory,
@@ -439,7 +439,7 @@ def _plan_and_read(
         handed_over=handed_over,
         saved_world=None if manifest is None else manifest.world_size,
     )
-    source = source_of(seat.storage, found, verify, control.rank, control.size)
+    source = source_of(session.storage, found, verify, control.rank, control.size)
     with naming(target):
         per_rank = control.step("read", lambda: _read(planned, source, found, f"loading {target}"))
     return _BeenRead(
@@ -450,15 +450,15 @@ def _plan_and_read(
     )
 
 
-def _hand_over(  # noqa: PLR0917 - what was read, for whom, and of what
+def _deliver(  # noqa: PLR0917 - what was read, for whom, and of what
     loadable: Loadable,
     been_read: _BeenRead,
-    seat: Seat,
+    session: RunSession,
     target: Uri,
     found: Found,
     started: float,
 ) -> LoadResult:
-    control, manifest, per_rank = seat.control, found.manifest, been_read.per_rank
+    control, manifest, per_rank = session.control, found.manifest, been_read.per_rank
     # A step of its own: if one object refuses what was loaded, no rank may continue to train.
     control.step("hand over", loadable.hand_over)
     return LoadResult(

@@ -74,7 +74,7 @@ class Watch:
     def planned(self, size_bytes: int, items: int) -> None:
         """The ranks have agreed on what this rank writes."""
 
-    def durable(self, mine: Counters) -> None:
+    def durable(self, own: Counters) -> None:
         """This rank's part is written and durable; nothing is committed yet."""
 
     def hangs(self, error: CkptfsError) -> None:
@@ -214,9 +214,9 @@ class _PendingWatch(Watch):
     def planned(self, size_bytes: int, items: int) -> None:
         self._pending.advance(size_bytes=size_bytes, items=items)
 
-    def durable(self, mine: Counters) -> None:
+    def durable(self, own: Counters) -> None:
         with contextlib.suppress(InvalidStateError):  # it hung until it was given up
-            self._pending.durable.set_result(mine)
+            self._pending.durable.set_result(own)
 
     def hangs(self, error: CkptfsError) -> None:
         self._pending.fail(error)

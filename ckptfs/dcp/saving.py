@@ -1,4 +1,4 @@
-"""One save on an open seat: what ``save``, ``async_save`` and the manager have in common.
+"""One save on an open session: what ``save``, ``async_save`` and the manager have in common.
 
     plan (checks, who writes what)  space  begin  write  seal  project     -> SaveResult
 
@@ -16,7 +16,7 @@ do not know each other:
 
 Containers with a ``/tmp`` of their own do not see each other's slots.
 
-Saves are collective on the seat's control and on nothing else, so they can run on a thread of their own.
+Saves are collective on the session's control and on nothing else, so they can run on a thread of their own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ckptfs.commit.parts.parts import PartAttempt, agreed_plan
 from ckptfs.commit.parts.tickets import SealedPart, TicketPart
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import Committed, SaveSpec, SmallFile, WrittenPart
-from ckptfs.commit.session import Place, Seat, naming, open_seat
+from ckptfs.commit.session import Place, RunSession, naming, open_session
 from ckptfs.commit.state import part_name
 from ckptfs.control.control import Control, hearing
 from ckptfs.dcp.incremental.reuse import Memory, RankItems, Site, Unchanged, need_run, write_changed
@@ -119,7 +119,7 @@ def plans_of(run: Run | None) -> PlanMemory:
 
 def save_at(
     state_dict: Mapping[str, Any] | Share,
-    seat: Seat,
+    session: RunSession,
     target: Uri,
     spec: SaveSpec,
     options: WriteOptions = WriteOptions(),
@@ -129,13 +129,13 @@ def save_at(
     watch: Watch | None = None,
     attempt: Attempt | None = None,
 ) -> SaveResult:
-    """Save a state dict as ``target``, directly in the run that the seat is at. Collective.
+    """Save a state dict as ``target``, directly in the run that the session is at. Collective.
 
     Errors, and what a crash leaves, are as for ``ckptfs.save``.
 
     Args:
         state_dict: A live state dict, which must not change before this returns; or what ``stage`` took of one.
-        seat: The seat at the run.
+        session: The session at the run.
         target: The checkpoint's URI.
         spec: Name, step and rules of the save.
         options: How to write.
@@ -151,12 +151,12 @@ def save_at(
     started = time.perf_counter() if started is None else started
     if options.unchanged is Unchanged.REFERENCE:
         need_run(spec, target)
-    control = seat.control
+    control = session.control
     shows = watch is None
     watch = watch or Watch()
     watch.enter(Phase.PLAN)
-    domains = {d.id: d.ranks for d in seat.placement.domains}
-    fields = {"run": str(seat.storage.root), "step": spec.step, "rank": control.rank}
+    domains = {d.id: d.ranks for d in session.placement.domains}
+    fields = {"run": str(session.storage.root), "step": spec.step, "rank": control.rank}
     with naming(target), log_fields(**fields):
         planned = plan_save(
             state_dict,
@@ -166,14 +166,14 @@ def save_at(
             memory=options.plans,
         )
         watch.planned(planned.size_bytes, len(planned.items))
-        space = check_space(seat, planned, options.threads, required=options.require_space)
-    attempt = attempt or Attempt(seat, spec)
+        space = check_space(session, planned, options.threads, required=options.require_space)
+    attempt = attempt or Attempt(session, spec)
 
-    def write_mine() -> WrittenPart:
+    def write_own() -> WrittenPart:
         with writer_slot(str(target.parent), control.world.node, options.writers_per_node):
             watch.enter(Phase.WRITE)
             with space.told(), _meter(target, planned, shows=shows) as meter:
-                part = _write(planned, seat, attempt, options, meter)
+                part = _write(planned, session, attempt, options, meter)
         tell(Written(str(target), spec.step, part.counters))
         watch.durable(part.counters)
         watch.enter(Phase.COMMIT)
@@ -186,7 +186,7 @@ def save_at(
             save_id=attempt.save_id,
             checkpoint_id=str(target),
             domains=domains,
-            root=seat.storage.root,
+            root=session.storage.root,
         )
 
     def result_of(committed: Committed) -> SaveResult:
@@ -196,7 +196,7 @@ def save_at(
     try:
         with followed(attempt, watch, result_of):
             attempt.begin()
-            committed = attempt.commit(write_mine, finish)
+            committed = attempt.commit(write_own, finish)
     except BaseException:
         attempt.abandon()
         raise
@@ -220,7 +220,7 @@ def followed(
         else:
             watch.committed(result_of(committed))
 
-    with hearing(attempt.seat.control, hangs):
+    with hearing(attempt.session.control, hangs):
         yield
 
 
@@ -231,11 +231,11 @@ def _meter(target: Uri, planned: PlannedSave, *, shows: bool) -> AbstractContext
 
 
 def _write(
-    planned: PlannedSave, seat: Seat, attempt: Attempt, options: WriteOptions, meter: Meter
+    planned: PlannedSave, session: RunSession, attempt: Attempt, options: WriteOptions, meter: Meter
 ) -> WrittenPart:
-    domain = seat.placement.mine.id
+    domain = session.placement.mine.id
     if options.unchanged is Unchanged.REFERENCE:
-        site = Site(seat.storage, seat.caps, attempt.keys, domain)
+        site = Site(session.storage, session.caps, attempt.keys, domain)
         items_here = RankItems(planned.rank, planned.items, planned.counted(meter))
         part = write_changed(
             items_here,
@@ -248,14 +248,14 @@ def _write(
         return replace(part, counters=replace(part.counters, plan_s=planned.plan_s))
     return write(
         planned,
-        seat.storage,
+        session.storage,
         attempt.prefix,
         attempt.save_id,
         domain=domain,
         threads=options.threads,
         engine=engine_for(options.engine),
         meter=meter,
-        sync_names=not seat.placement.is_owner,
+        sync_names=not session.placement.is_owner,
     )
 
 
@@ -290,16 +290,16 @@ def save_part(
     """
     started = time.perf_counter()
     plan = control.step("ticket", lambda: ticket.plan, agreed_plan)
-    with open_seat(ticket.run, control, place, write=True) as seat:
+    with open_session(ticket.run, control, place, write=True) as session:
         spec = SaveSpec(
             part_name(plan.name, plan.part),
             plan.step,
             run=plan.word.generation,
             per_rank=per_rank,
         )
-        attempt = PartAttempt(seat, plan, spec)
+        attempt = PartAttempt(session, plan, spec)
         result = save_at(
-            state_dict, seat, ticket.uri, spec, options, started=started, attempt=attempt
+            state_dict, session, ticket.uri, spec, options, started=started, attempt=attempt
         )
         return SealedPart(plan.part, plan.of, attempt.ref, result)
 

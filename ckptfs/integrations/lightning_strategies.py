@@ -6,9 +6,9 @@
     Fabric(strategy=CkptfsFabricFSDPStrategy())
 
     what Lightning calls                       what happens
-    save_checkpoint  sharded                   one save of ``Shelves``: tensors and meta.pt together
+    save_checkpoint  sharded                   one save of ``NamedCheckpointRuns``: tensors and meta.pt together
                      full                      one file, assembled and written on rank 0
-    load_checkpoint  a directory, ours, stock  ``Shelves.load``
+    load_checkpoint  a directory, ours, stock  ``NamedCheckpointRuns.load``
                      a single file             Lightning's own code, over a local copy of it
     remove_checkpoint                          after the commit of what replaces it, on every node
 
@@ -43,7 +43,7 @@ from ckptfs.control.framework_collectives import from_rank_zero
 from ckptfs.dcp.metadata.pickle_scan import advise_on_torch, check_archive
 from ckptfs.dcp.object_file import copy_file, freeze, read_object
 from ckptfs.errors import StateError
-from ckptfs.integrations._support.named_checkpoints import Shelves
+from ckptfs.integrations._support.named_checkpoints import NamedCheckpointRuns
 from ckptfs.integrations._support.object_files import ObjectFiles, written_before
 from ckptfs.integrations.fsspec.listings import forget_listing
 from ckptfs.uri import Uri
@@ -72,7 +72,9 @@ class _Saving:
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._shelves = Shelves(mode=mode, meta_file=_META_FILE, storage_options=storage_options)
+        self._named_runs = NamedCheckpointRuns(
+            mode=mode, meta_file=_META_FILE, storage_options=storage_options
+        )
         self._files = ObjectFiles(storage_options=storage_options, changed=forget_listing)
 
     @property
@@ -105,7 +107,7 @@ class _Saving:
         target = self._agreed(path)
 
         def pickled() -> bytes:
-            if self._shelves.is_file(target):
+            if self._named_runs.is_file(target):
                 raise StateError(
                     "a single-file checkpoint has that name",
                     uri=target,
@@ -113,7 +115,7 @@ class _Saving:
                 )
             return freeze(meta).data()
 
-        self._shelves.save(target, state, self._on_zero(pickled), step=step, kind=kind)
+        self._named_runs.save(target, state, self._on_zero(pickled), step=step, kind=kind)
         forget_listing(str(path))  # ModelCheckpoint asks fsspec which names are free
 
     def _save_full(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
@@ -130,9 +132,9 @@ class _Saving:
         weights_only: bool | None,
     ) -> dict[str, Any]:
         """Load the tensors; return the content of meta.pt."""
-        data = self._shelves.load(target, *module, optimizers, strict=strict)
+        data = self._named_runs.load(target, *module, optimizers, strict=strict)
         if data is None:
-            options = self._shelves.storage_options
+            options = self._named_runs.storage_options
             meta = read_object(target / _META_FILE, options, weights_only=weights_only)
         else:
             if weights_only is not False:
@@ -143,11 +145,11 @@ class _Saving:
 
     def wait(self) -> None:
         """Wait until all saves are committed; raise the error of one that failed. Collective."""
-        self._shelves.wait()
+        self._named_runs.wait()
         self._on_zero(self._files.wait)
 
     def _is_file(self, target: Uri) -> bool:
-        return bool(self._on_zero(lambda: self._shelves.is_file(target)))
+        return bool(self._on_zero(lambda: self._named_runs.is_file(target)))
 
     @contextlib.contextmanager
     def _local_copy(self, target: Uri) -> Iterator[str]:
@@ -164,7 +166,7 @@ class _Saving:
         def fetch() -> None:
             if this.local_rank == 0:
                 os.makedirs(directory, exist_ok=True)
-                options = self._shelves.storage_options
+                options = self._named_runs.storage_options
                 copy_file(target, os.path.join(directory, target.name), options)
 
         try:
@@ -228,15 +230,15 @@ class _TrainerSaving(_Saving):
         ModelCheckpoint calls it.
         """
         target = self._agreed(filepath)
-        if self._shelves.knows(target.parent):
-            self._shelves.remove(target)
+        if self._named_runs.knows(target.parent):
+            self._named_runs.remove(target)
         else:
             self._on_zero(lambda: self._files.remove(target))
 
     def on_exception(self, exception: BaseException) -> None:
         """Finish the saves under way without waiting for other ranks."""
         super().on_exception(exception)  # type: ignore[misc]
-        self._shelves.leave()
+        self._named_runs.leave()
 
     def teardown(self) -> None:
         """Close at the end of ``fit``; raise the error of an asynchronous save that failed.
@@ -244,7 +246,7 @@ class _TrainerSaving(_Saving):
         Collective.
         """
         try:
-            self._shelves.close()
+            self._named_runs.close()
             self._files.close()
         finally:
             super().teardown()  # type: ignore[misc]
@@ -334,7 +336,7 @@ class _FabricSaving(_Saving):
         Fabric never calls it: call it at the end.
         """
         try:
-            self._shelves.close()
+            self._named_runs.close()
             self._files.close()
         finally:
             # The stock teardown asks for its checkpoint_io last, and raises because it has none.

@@ -25,12 +25,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from ckptfs.commit.catalog.locate import locate_directory, reading_seat
+from ckptfs.commit.catalog.locate import locate_directory, reading_session
 from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Place, Seat, agree_uri, control_for, open_seat, step_of
+from ckptfs.commit.session import Place, RunSession, agree_uri, control_for, open_session, step_of
 from ckptfs.dcp.api import need_group
 from ckptfs.dcp.loading import plan_load, read, source_of
 from ckptfs.dcp.read.data_file import Verify
@@ -101,8 +101,8 @@ def save_safetensors(
     """
     started = time.perf_counter()
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
-    with _writing(uri, run, process_group, timeout_s, place) as (seat, target):
-        if len(seat.placement.domains) > 1:
+    with _writing(uri, run, process_group, timeout_s, place) as (session, target):
+        if len(session.placement.domains) > 1:
             raise StateError(
                 "these nodes write to different disks, so a reader would find only some of "
                 "the files",
@@ -111,7 +111,7 @@ def save_safetensors(
             )
         planned = plan_export(
             state_dict,
-            seat.control,
+            session.control,
             max_bytes=parse_size(max_shard_size),
             fqn_to_index_mapping=fqn_to_index_mapping,
             metadata={"format": "pt", **(metadata or {})},
@@ -124,7 +124,7 @@ def save_safetensors(
             artifact=Kind.DIRECTORY,
             run=None if run is None else run.generation,
         )
-        attempt = Attempt(seat, spec)
+        attempt = Attempt(session, spec)
         try:
             attempt.begin()
             export = Export(attempt, planned, state_dict, extra)
@@ -132,7 +132,9 @@ def save_safetensors(
         except BaseException:
             attempt.abandon()
             raise
-        return done.result(str(target), spec.step, seat.control.rank, time.perf_counter() - started)
+        return done.result(
+            str(target), spec.step, session.control.rank, time.perf_counter() - started
+        )
 
 
 def load_safetensors(
@@ -185,18 +187,19 @@ def load_safetensors(
     with control_for(process_group, timeout_s) as control:
         need_group(control.world)
         target = agree_uri(control, uri)
-        with reading_seat(target, control, place) as (seat, name):
-            found = locate_directory(seat, name)
+        with reading_session(target, control, place) as (session, name):
+            found = locate_directory(session, name)
             layout: Layout = control.step(
                 "read the headers",
                 lambda: sorted(state_dict),
-                lambda asked: with_aliases(
-                    read_layout(seat.storage, found, checking), {k for keys in asked for k in keys}
+                lambda wanted: with_aliases(
+                    read_layout(session.storage, found, checking),
+                    {k for keys in wanted for k in keys},
                 ),
             )
             planned = plan_load(state_dict, layout.metadata, control, strict=strict)
             source = layout.source(
-                source_of(seat.storage, found, checking, control.rank, control.size)
+                source_of(session.storage, found, checking, control.rank, control.size)
             )
             per_rank = tuple(control.step("read", lambda: read(planned, source)))
         manifest = found.manifest
@@ -221,15 +224,15 @@ def _writing(
     process_group: Any,
     timeout_s: float | None,
     place: Place,
-) -> Iterator[tuple[Seat, Uri]]:
-    """Yield the seat of a held run, or one for this call."""
+) -> Iterator[tuple[RunSession, Uri]]:
+    """Yield the session of a held run, or one for this call."""
     if run is not None:
-        target = agree_uri(run.seat.control, uri)
+        target = agree_uri(run.session.control, uri)
         run.check(target)
-        yield run.seat, target
+        yield run.session, target
         return
     with control_for(process_group, timeout_s) as control:
         need_group(control.world)
         target = agree_uri(control, uri)
-        with open_seat(target.parent, control, place, write=True) as seat:
-            yield seat, target
+        with open_session(target.parent, control, place, write=True) as session:
+            yield session, target

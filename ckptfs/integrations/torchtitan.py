@@ -225,7 +225,9 @@ class CheckpointManager(StockManager):
         loaded = ckptfs.load(state_dict, checkpoint_id, strict=False, storage_options=options)
         # strict=False because the checkpoint may have more keys than are requested; the requested ones
         # must be there. Ranks request different keys (pipeline stages), so one rank alone may miss some.
-        _agree("compare keys", loaded.missing_keys, lambda told: _need_all(told, checkpoint_id))
+        _agree(
+            "compare keys", loaded.missing_keys, lambda missing: _need_all(missing, checkpoint_id)
+        )
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 
@@ -312,9 +314,9 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if isinstance(value, Stateful) else value
 
 
-def _agree(what: str, mine: T, decide: Callable[[list[T]], Any]) -> Any:
+def _agree(what: str, value: T, decide: Callable[[list[T]], Any]) -> Any:
     with control_for(None, None) as control:
-        return control.step(what, lambda: mine, decide)
+        return control.step(what, lambda: value, decide)
 
 
 def _need_all(missing: list[tuple[str, ...]], uri: str) -> None:

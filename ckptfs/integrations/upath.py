@@ -25,10 +25,10 @@ class CheckpointPath(UPath):
         get_filesystem_class(protocol)  # upath asks the classes that are loaded, and warns
         if args:
             storage_options = {**getattr(args[0], "storage_options", {}), **storage_options}
-        bare = tuple(_bare(arg, protocol) for arg in args)
+        bare = tuple(_plain(arg, protocol) for arg in args)
         return super()._transform_init_args(bare, protocol, storage_options)
 
 
-def _bare(arg: Any, protocol: str) -> Any:
+def _plain(arg: Any, protocol: str) -> Any:
     text = getattr(arg, "path", arg)
     return text.removeprefix(f"{protocol}://") if isinstance(text, str) else text

@@ -389,11 +389,11 @@ class _Group:
     def __init__(self, group: Any, where: Any) -> None:
         self._group, self._where = group, where
 
-    def save_checkpoint(self, path: str, _: Any = None, step: int = 0, **told: Any) -> Any:
-        return self._group.save_checkpoint(path, self._where, step, **told)
+    def save_checkpoint(self, path: str, _: Any = None, step: int = 0, **options: Any) -> Any:
+        return self._group.save_checkpoint(path, self._where, step, **options)
 
-    def load_checkpoint(self, local_path: str, *_: Any, **told: Any) -> Any:
-        return self._group.load_checkpoint(local_path, self._where, **told)
+    def load_checkpoint(self, local_path: str, *_: Any, **options: Any) -> Any:
+        return self._group.load_checkpoint(local_path, self._where, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
@@ -410,10 +410,10 @@ def _step_in(path: str, *runs: Any) -> int:
 
 
 @contextlib.contextmanager
-def _with(owner: Any, told: Mapping[str, Any]) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in told}
+def _with(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
     try:
-        for name, value in told.items():
+        for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:

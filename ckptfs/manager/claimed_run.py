@@ -1,9 +1,9 @@
 """A manager's run: opening, claiming and releasing it, and the pointer file for foreign readers.
 
-``Ground`` holds what a manager works with, and opens it when it is first needed:
+``RunHandle`` holds what a manager works with, and opens it when it is first needed:
 
-    Ground(place).control      the control plane, opened at the first collective call
-          .reading()           a seat that appends nothing: for restore, steps, latest
+    RunHandle(where).control   the control plane, opened at the first collective call
+          .reading()           a session that appends nothing: for restore, steps, latest
           .claim()             the claimed run, from the first save until close
 
 A manager that only restores never claims the run, so an evaluation job does not disturb the job
@@ -34,14 +34,21 @@ from ckptfs.commit.log.entries import Seal
 from ckptfs.commit.operations import drive, read_limited
 from ckptfs.commit.ownership.claim import Mode, Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run
-from ckptfs.commit.session import Place, Seat, agree_uri, control_for, open_seat, sit_down
+from ckptfs.commit.session import (
+    Place,
+    RunSession,
+    agree_uri,
+    control_for,
+    open_session,
+    start_session,
+)
 from ckptfs.control.control import Control
 from ckptfs.errors import NotFoundError, StateError
-from ckptfs.manager.schedule import Rally
+from ckptfs.manager.schedule import Rendezvous
 from ckptfs.storage.base import Storage
 from ckptfs.uri import Uri
 
-__all__ = ["Ground", "Pointer", "Where"]
+__all__ = ["Pointer", "RunHandle", "Where"]
 
 logger = logging.getLogger("ckptfs.manager")
 
@@ -57,7 +64,7 @@ class Where:
     takeover: Takeover = Takeover.AUTO
 
 
-class Ground:
+class RunHandle:
     """What a manager works with. Opened piece by piece, closed as a whole.
 
     Only the thread that makes the manager's calls may use it.
@@ -78,7 +85,7 @@ class Ground:
         self._guests = contextlib.ExitStack()  # users of control and run: closed first
         self._control: Control | None = control
         self._root: Uri | None = None
-        self._rally: Rally | None = None
+        self._rendezvous: Rendezvous | None = None
         self._closed = False
         self._pid = os.getpid()
 
@@ -101,10 +108,10 @@ class Ground:
                     hint="call torch.distributed.init_process_group() before using the manager",
                 )
             self._control = control
-        if self._rally is None and self._control.size > 1:
+        if self._rendezvous is None and self._control.size > 1:
             # Made now, while all ranks are present: when a run fails, some of them are missing.
-            self._rally = Rally(self._control)
-            self._guests.callback(self._rally.close)
+            self._rendezvous = Rendezvous(self._control)
+            self._guests.callback(self._rendezvous.close)
         return self._control
 
     @property
@@ -115,10 +122,10 @@ class Ground:
         return self._root
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Seat]:
-        """Yield a seat that needs read permission only. Collective."""
-        with self._sit(write=False) as seat:
-            yield seat
+    def reading(self) -> Iterator[RunSession]:
+        """Yield a session that needs read permission only. Collective."""
+        with self._open_session(write=False) as session:
+            yield session
 
     def claim(self, *, defer_deletes: bool = False) -> Run:
         """Claim the run. Collective, and called once.
@@ -129,9 +136,9 @@ class Ground:
         options = self.where.place.storage_options
         check_run_uri(self.control, self.root, options, self._storage)
         with contextlib.ExitStack() as stack:
-            seat = stack.enter_context(self._sit(write=True))
+            session = stack.enter_context(self._open_session(write=True))
             run = claim(
-                seat,
+                session,
                 Mode.RESUME,
                 self.where.takeover,
                 defer_deletes=defer_deletes,
@@ -147,20 +154,20 @@ class Ground:
         It is for a run that fails. Raises DeadlineError or CollectiveError if not all ranks called
         within ``timeout_s`` seconds.
         """
-        if self.control.size > 1 and self._rally is not None:
-            self._rally.reach(what, timeout_s)
+        if self.control.size > 1 and self._rendezvous is not None:
+            self._rendezvous.reach(what, timeout_s)
 
     def before_release(self, close: Callable[[], object]) -> None:
         """Register a function to call when the manager closes, before the run is released."""
         self._guests.callback(close)
 
-    def _sit(self, *, write: bool) -> contextlib.AbstractContextManager[Seat]:
+    def _open_session(self, *, write: bool) -> contextlib.AbstractContextManager[RunSession]:
         # Not a generator: the run keeps the context until its end, and a generator's frame would keep
         # the manager alive.
         if self._storage is not None:
-            seat = sit_down(self.control, self._storage, self.where.place, write=write)
-            return contextlib.nullcontext(seat)
-        return open_seat(self.root, self.control, self.where.place, write=write)
+            session = start_session(self.control, self._storage, self.where.place, write=write)
+            return contextlib.nullcontext(session)
+        return open_session(self.root, self.control, self.where.place, write=write)
 
     @property
     def is_closed(self) -> bool:
@@ -209,7 +216,7 @@ class Pointer:
         except NotFoundError:
             return None
 
-    def move(self, seat: Seat, name: str) -> None:
+    def move(self, session: RunSession, name: str) -> None:
         """Let the file name the checkpoint ``name``. Collective, after a commit.
 
         The change is durable when this returns. Errors of the storage are raised.
@@ -217,12 +224,12 @@ class Pointer:
         data = self.text(name).encode()
 
         def replace() -> None:
-            if seat.placement.is_owner:
-                seat.storage.replace(self.file, data)
+            if session.placement.is_owner:
+                session.storage.replace(self.file, data)
 
-        seat.control.step(f"move {self.file}", replace)
+        session.control.step(f"move {self.file}", replace)
 
-    def follow(self, seat: Seat, is_ours: Callable[[Seal], bool]) -> None:
+    def follow(self, session: RunSession, is_ours: Callable[[Seal], bool]) -> None:
         """Let the file name the newest checkpoint of the log. Collective, after a claim.
 
         An earlier job may have died after its commit and before it moved the pointer. The pointer
@@ -230,12 +237,13 @@ class Pointer:
         """
 
         def replace() -> None:
-            view = drive(read_view(), seat.storage) if seat.placement.is_owner else None
+            view = drive(read_view(), session.storage) if session.placement.is_owner else None
             lives = [] if view is None else list_live(dict([view]))
             names = [seal.name for seal in lives if is_ours(seal) and not seal.failure]
             if not names and view is not None and view[1].saves:
-                seat.storage.remove(self.file)  # no checkpoint of ours is left that it could name
+                # no checkpoint of ours is left that it could name
+                session.storage.remove(self.file)
             if names:
-                seat.storage.replace(self.file, self.text(names[-1]).encode())
+                session.storage.replace(self.file, self.text(names[-1]).encode())
 
-        seat.control.step(f"follow with {self.file}", replace)
+        session.control.step(f"follow with {self.file}", replace)

@@ -46,7 +46,7 @@ from typing import Any, Literal, Self
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptfs.commit.catalog.catalog import Found
-from ckptfs.commit.catalog.locate import locate_directory, reading_seat
+from ckptfs.commit.catalog.locate import locate_directory, reading_session
 from ckptfs.commit.catalog.unlogged import Unlogged
 from ckptfs.commit.directory_checkpoints.read import NodeScratch, Wanted, fetched
 from ckptfs.commit.directory_checkpoints.write import leaving_together, writing_directory
@@ -56,14 +56,14 @@ from ckptfs.commit.parts.directory_parts import publish_part, wait_sealed, writi
 from ckptfs.commit.parts.tickets import SealedPart, Ticket, TicketPart
 from ckptfs.commit.paths import MANIFEST, is_save_id
 from ckptfs.commit.save.spec import Committed, SaveSpec
-from ckptfs.commit.session import Place, Seat, agree_uri, control_for, open_seat
+from ckptfs.commit.session import Place, RunSession, agree_uri, control_for, open_session
 from ckptfs.control.control import Control, SoloControl
 from ckptfs.control.framework_collectives import meeting_at_barriers
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.worker import SaveWorker
 from ckptfs.errors import CollectiveError, IncompleteCheckpointError, NotFoundError
 from ckptfs.events import Restored, SaveBegan, SaveResult, SaveSkipped
-from ckptfs.manager.claimed_run import Ground, Pointer, Where
+from ckptfs.manager.claimed_run import Pointer, RunHandle, Where
 from ckptfs.manager.listeners import Listener
 from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings, Template, metrics_of
 from ckptfs.manager.preemption import SignalName
@@ -72,7 +72,7 @@ from ckptfs.manager.restore import Places, check
 from ckptfs.manager.restore_candidates import Candidate, Damage, Fallback, RestoreRequest, doubt_of
 from ckptfs.manager.run_manager import RunManager
 from ckptfs.manager.schedule import Rules
-from ckptfs.manager.session import Crew, FilesJob, StartingPoint
+from ckptfs.manager.session import FilesJob, RunWorkers, StartingPoint
 from ckptfs.replication.tiers import copies_of, open_copies
 from ckptfs.retention.policy import Best, Keep
 from ckptfs.storage.base import Storage
@@ -154,7 +154,7 @@ class DirectoryManager(RunManager):
         storage_options: Mapping[str, Any] | None = None,
         scope: Literal["auto", "shared", "node"] = "auto",
         domain: str | None = None,
-        ground: Ground | None = None,
+        ground: RunHandle | None = None,
     ) -> None:
         place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
         where = Where(uri, place, process_group, timeout_s, Takeover(takeover))
@@ -174,7 +174,7 @@ class DirectoryManager(RunManager):
             pointer=Pointer(pointer) if isinstance(pointer, str) else pointer,
         )
         rules = Rules(every_steps, every_s, grace_s)
-        super().__init__(ground or Ground(where), settings, rules, preempt_signals)
+        super().__init__(ground or RunHandle(where), settings, rules, preempt_signals)
         self._scratch = None if scratch is None else os.fspath(scratch)
 
     # -- saving -------------------------------------------------------------------------
@@ -238,26 +238,26 @@ class DirectoryManager(RunManager):
         prepared = self._prepare(step, told)
         assert not isinstance(prepared, SaveSkipped)  # noqa: S101 - nothing is on its way
         target, spec = prepared
-        crew = self._hired()
-        crew.retirer.make_room()
-        seat = crew.run.seat
+        workers = self._workers()
+        workers.retirer.make_room()
+        session = workers.run.session
         self._tell(SaveBegan(str(target), step, Kind.DIRECTORY.value, SaveMode.SYNC.value))
         try:
-            if seat.storage.local_path("") is None:
-                with self._scratch_on(seat) as path:
-                    with leaving_together(seat.control):
+            if session.storage.local_path("") is None:
+                with self._scratch_on(session) as path:
+                    with leaving_together(session.control):
                         yield path
-                    result = FilesJob(path, target, spec, started).run(seat, self._tell, None)
+                    result = FilesJob(path, target, spec, started).run(session, self._tell, None)
             else:
                 done: list[Committed] = []
-                with writing_directory(seat, spec, done) as path:
+                with writing_directory(session, spec, done) as path:
                     yield path
                 wall_s = time.perf_counter() - started
-                result = done[0].result(str(target), step, seat.control.rank, wall_s)
+                result = done[0].result(str(target), step, session.control.rank, wall_s)
         except BaseException as error:
-            crew.saver.failed(target, spec, error)
+            workers.saver.failed(target, spec, error)
             raise
-        crew.saver.follow(Kind.DIRECTORY, seat, result, time.perf_counter() - started)
+        workers.saver.follow(Kind.DIRECTORY, session, result, time.perf_counter() - started)
         self._schedule.took(result.wall_s)
         self._saved(Kind.DIRECTORY, step)
 
@@ -281,11 +281,11 @@ class DirectoryManager(RunManager):
             CkptfsError: As for ``CheckpointManager.begin``.
         """
         name = self._settings.names.of(Kind.DIRECTORY).name(step)
-        self._ground.check_open()
+        self._run_handle.check_open()
         self._settle(1)
-        crew = self._begun(name, step)
-        given = self._ground.where.place.storage_options
-        ticket = crew.begin(
+        workers = self._begun(name, step)
+        given = self._run_handle.where.place.storage_options
+        ticket = workers.begin(
             name, step, parts, given if storage_options is None else storage_options, Kind.DIRECTORY
         )
         self._saved(Kind.DIRECTORY, step)
@@ -295,29 +295,29 @@ class DirectoryManager(RunManager):
         self, step: int, metrics: tuple[tuple[str, float], ...]
     ) -> tuple[Uri, SaveSpec] | SaveSkipped:
         name = self._settings.names.of(Kind.DIRECTORY).name(step)
-        self._ground.check_open()
+        self._run_handle.check_open()
         skipped = self._make_way(step, name)
         if skipped is not None:
             return skipped
-        crew = self._begun(name, step)
+        workers = self._begun(name, step)
         spec = SaveSpec(
-            name, step, artifact=Kind.DIRECTORY, run=crew.run.generation, metrics=metrics
+            name, step, artifact=Kind.DIRECTORY, run=workers.run.generation, metrics=metrics
         )
-        return self._ground.root / name, spec
+        return self._run_handle.root / name, spec
 
-    def _begun(self, name: str, step: int) -> Crew:
-        """Return the crew when ``step`` may be saved and its name is free. Collective."""
-        crew = self._hired()
-        crew.check_beginning(Kind.DIRECTORY, name, step)
-        if crew.comes_again(name, step):
+    def _begun(self, name: str, step: int) -> RunWorkers:
+        """Return the run's workers when ``step`` may be saved and its name is free. Collective."""
+        workers = self._workers()
+        workers.check_beginning(Kind.DIRECTORY, name, step)
+        if workers.comes_again(name, step):
             self._settle(1)
-            crew.free_name(name)
-        return crew
+            workers.free_name(name)
+        return workers
 
     @contextlib.contextmanager
-    def _scratch_on(self, seat: Seat) -> Iterator[str]:
+    def _scratch_on(self, session: RunSession) -> Iterator[str]:
         """Yield one directory per node; an exception inside reaches all ranks. Collective."""
-        control = seat.control
+        control = session.control
         place = NodeScratch(control, _PREFIX, self._scratch)
         try:
             told = control.step(
@@ -382,27 +382,27 @@ class DirectoryManager(RunManager):
 
     @contextlib.contextmanager
     def _opened(
-        self, request: RestoreRequest, kept: str | None, only_of: Callable[[Seal], Wanted | None]
+        self, request: RestoreRequest, into: str | None, only_of: Callable[[Seal], Wanted | None]
     ) -> Iterator[OpenedDirectory | None]:
-        """Yield the checkpoint, downloaded to ``kept`` if given; only the files of ``only_of``."""
+        """Yield the checkpoint, downloaded to ``into`` if given; only the files of ``only_of``."""
         with (
-            self._ground.reading() as seat,
-            open_copies(self._settings.copies, self._ground.control) as copies,
+            self._run_handle.reading() as session,
+            open_copies(self._settings.copies, self._run_handle.control) as copies,
         ):
-            chosen = _choose([seat, *copies], request)
+            chosen = _choose([session, *copies], request)
             if chosen is None:
                 self._found_nothing(Kind.DIRECTORY)
                 yield None
                 return
             seal, began = chosen.candidate.seal, time.perf_counter()
-            step, place = chosen.candidate.step, chosen.seat
+            step, place = chosen.candidate.step, chosen.session
             only = only_of(seal)
-            with fetched(place, chosen.found, into=kept, scratch=self._scratch, only=only) as path:
+            with fetched(place, chosen.found, into=into, scratch=self._scratch, only=only) as path:
                 self._needed = frozenset({seal.save_id})
                 self._set_start(StartingPoint(step))
                 uri = place.storage.uri(seal.name)
                 wall_s = time.perf_counter() - began
-                copy_of = None if place is seat else str(seat.storage.root)
+                copy_of = None if place is session else str(session.storage.root)
                 self._tell(Restored(str(uri), step, chosen.skipped, wall_s, copy_of=copy_of))
                 # Inside the block the run may be claimed, and retention run: this save stays until a commit.
                 parts = tuple(ref.name for ref in seal.parts)
@@ -411,20 +411,20 @@ class DirectoryManager(RunManager):
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The checkpoint to open, the ``seat`` of the place that has it whole, and what was skipped."""
+    """The checkpoint to open, the ``session`` of the place that has it whole, and what was skipped."""
 
-    seat: Seat
+    session: RunSession
     candidate: Candidate
     found: Found
     skipped: tuple[str, ...]
 
 
-def _choose(seats: Sequence[Seat], request: RestoreRequest) -> _Chosen | None:
+def _choose(sessions: Sequence[RunSession], request: RestoreRequest) -> _Chosen | None:
     """Return the newest whole checkpoint; None: the run is truly empty. Collective.
 
-    ``seats`` are those of the run, then of its copies; a copy serves a save that the run has lost.
+    ``sessions`` are those of the run, then of its copies; a copy serves a save that the run has lost.
     """
-    places = Places(seats, request)
+    places = Places(sessions, request)
     home = places.home()
     if home is None:
         return None
@@ -436,10 +436,10 @@ def _choose(seats: Sequence[Seat], request: RestoreRequest) -> _Chosen | None:
             if there is None:
                 continue
             held: list[Checked] = []
-            seat = seats[source]
-            why = _doubt(there) or check(seat, there.seal, held, _no_metadata)
+            session = sessions[source]
+            why = _doubt(there) or check(session, there.seal, held, _no_metadata)
             if why is None:
-                return _Chosen(seat, there, held[0][0], tuple(skipped))
+                return _Chosen(session, there, held[0][0], tuple(skipped))
             damage = damage or why
         if damage is None:
             raise AssertionError("a candidate is one of its own place")
@@ -496,10 +496,10 @@ class PartSaver:
             with contextlib.ExitStack() as stack:
                 control = stack.enter_context(control_for(self._group, None))
                 place = Place(part.storage_options)
-                seat = stack.enter_context(open_seat(part.run, control, place, write=True))
+                session = stack.enter_context(open_session(part.run, control, place, write=True))
                 if not self._is_async:
                     done: list[SealedPart] = []
-                    with writing_part(seat, part, done) as path, meeting_at_barriers(control):
+                    with writing_part(session, part, done) as path, meeting_at_barriers(control):
                         write(path)
                     then(done[0])
                     return done[0]
@@ -518,7 +518,7 @@ class PartSaver:
         def publish() -> SealedPart:
             with after:
                 try:
-                    sealed = publish_part(seat, part, scratch.path)
+                    sealed = publish_part(session, part, scratch.path)
                     then(sealed)
                 except BaseException:
                     failed()
@@ -565,15 +565,15 @@ def reading_part(
         target = agree_uri(control, uri)
         path = None
         try:
-            seat, name = stack.enter_context(reading_seat(target, control, place))
-            found = locate_directory(seat, name)
+            session, name = stack.enter_context(reading_session(target, control, place))
+            found = locate_directory(session, name)
         except CollectiveError:
             raise  # single ranks failed: that does not mean that nothing is there
         except NotFoundError:
             if not control.step("otherwise", otherwise, all):
                 raise
         else:
-            path = stack.enter_context(fetched(seat, found, only=only))
+            path = stack.enter_context(fetched(session, found, only=only))
         with meeting_at_barriers(control):
             yield path, control
 
@@ -643,7 +643,7 @@ class StepDriver:
         self._seen_s = seen_s
         self._options = dict(storage_options or {})
         # Alone, even if a launcher's variables say that there are other ranks.
-        ground = Ground(Where(uri, Place(self._options)), control=SoloControl())
+        ground = RunHandle(Where(uri, Place(self._options)), control=SoloControl())
         self._manager = _StepDirectories(uri, ground=ground, **options)
         self._worker: SaveWorker | None = None
         self._stopped = threading.Event()
@@ -785,14 +785,14 @@ def _give_up(ticket: Ticket, path: str | None) -> None:
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 
-def _copy(source: str, folder: str, mine: Callable[[str], bool]) -> None:
+def _copy(source: str, folder: str, is_wanted: Callable[[str], bool]) -> None:
     if os.path.realpath(source) == os.path.realpath(folder):
         return
     os.makedirs(folder, exist_ok=True)
     for top, _, names in os.walk(source):
         for name in names:
             path = os.path.relpath(os.path.join(top, name), source)
-            if mine(path):
+            if is_wanted(path):
                 target = os.path.join(folder, path)
                 os.makedirs(os.path.dirname(target), exist_ok=True)
                 shutil.copyfile(os.path.join(top, name), f"{target}.partial")

@@ -1,6 +1,6 @@
 """The events of a manager, delivered to its listeners on a thread of their own.
 
-    any thread    bell.tell(event) --> queue --> daemon thread --> listener 1, listener 2, ...
+    any thread    dispatcher.tell(event) --> queue --> daemon thread --> listener 1, listener 2, ...
 
     LogListener()                  one line per commit into ``logging``
     MetricsListener(callback)      flat numbers for TensorBoard, W&B or whatever takes a dict
@@ -45,7 +45,14 @@ from ckptfs.events import (
 )
 from ckptfs.text import size_text
 
-__all__ = ["Bell", "EveryRank", "Listener", "LogListener", "MetricsListener", "TimedListener"]
+__all__ = [
+    "EventDispatcher",
+    "EveryRank",
+    "Listener",
+    "LogListener",
+    "MetricsListener",
+    "TimedListener",
+]
 
 logger = logging.getLogger("ckptfs.manager")
 
@@ -106,7 +113,7 @@ class _Mark:
     reached: threading.Event
 
 
-class Bell:
+class EventDispatcher:
     """Delivers events to the listeners of one manager on one rank.
 
     The thread starts with the first event. ``rank`` is this rank; 0 is the coordinator.
@@ -149,9 +156,9 @@ class Bell:
                 return
             self._events.put((self, event, at_ns))
             if self._thread is None:
-                # An idle thread keeps no bell alive: a listener may refer to the manager itself.
+                # An idle thread keeps no dispatcher alive: a listener may refer to the manager itself.
                 self._thread = threading.Thread(
-                    target=_serve, args=(self._events,), name="ckptfs-bell", daemon=True
+                    target=_serve, args=(self._events,), name="ckptfs-events", daemon=True
                 )
                 self._thread.start()
                 weakref.finalize(self, self._events.put, None).atexit = False
@@ -197,7 +204,7 @@ class Bell:
         self._dropped += 1
 
     def ring(self, event: Event, at_ns: int) -> None:
-        """Call all listeners with one event; runs on the bell's thread."""
+        """Call all listeners with one event; runs on the dispatcher's thread."""
         for listener in self._listeners:
             self._ring(listener, event, at_ns)
 
@@ -221,7 +228,7 @@ class Bell:
             )
 
 
-_Events = queue.SimpleQueue[tuple[Bell, Event, int] | _Mark | None]
+_Events = queue.SimpleQueue[tuple[EventDispatcher, Event, int] | _Mark | None]
 
 
 def _serve(events: _Events) -> None:
@@ -229,9 +236,9 @@ def _serve(events: _Events) -> None:
         if isinstance(told, _Mark):
             told.reached.set()
         else:
-            bell, event, at_ns = told
-            bell.ring(event, at_ns)
-            del bell, event
+            dispatcher, event, at_ns = told
+            dispatcher.ring(event, at_ns)
+            del dispatcher, event
         del told
 
 
@@ -326,7 +333,7 @@ class MetricsListener:
     ``ckptfs/copies``, ``ckptfs/copy_failures``; and ``ckptfs/kept``, the number of checkpoints that
     retention keeps.
 
-    The callback runs on the bell's thread, after the commit: an asynchronous save of step 100 may
+    The callback runs on the dispatcher's thread, after the commit: an asynchronous save of step 100 may
     be reported when training is at step 105.
 
     Args:

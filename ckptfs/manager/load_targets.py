@@ -68,7 +68,7 @@ class Marks:
         """Return the paths under which old ranks kept what ``path`` names, by old rank."""
         root = str(path[0])
         paths = {r: (f"{root}@rank{r}", *path[1:]) for r in sorted(self._ranks.get(root, ()))}
-        return {rank: old for rank, old in paths.items() if self._saved.is_there(old)}
+        return {rank: old for rank, old in paths.items() if self._saved.exists(old)}
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -188,7 +188,7 @@ class _Loading:
         return blank, give
 
     def _object(self, path: Path, value: Any, stored: StoredObject) -> tuple[Any, Give]:
-        if isinstance(value, RngState) and not self._saved.is_there(path):
+        if isinstance(value, RngState) and not self._saved.exists(path):
             return NOT_SAVED, self._skipped(value, "not in the checkpoint")
 
         target = stored.target(self._saved, path)
@@ -214,10 +214,10 @@ class _Loading:
         self.puts.append((order, key_of(path), value, put))
 
     def _plain(self, path: Path, value: Any) -> tuple[Any, Give]:
-        if is_void(value) and not self._saved.is_there(path):
+        if is_void(value) and not self._saved.exists(path):
             return NOT_SAVED, lambda _: value
         # A dict that is empty here may have been filled when it was saved.
-        blank = self._saved.blank(path) if self._saved.is_there(path) else NOT_LOADED
+        blank = self._saved.blank(path) if self._saved.exists(path) else NOT_LOADED
 
         def give(loaded: Any) -> Any:
             if not is_loaded(loaded):

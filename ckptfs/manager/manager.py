@@ -35,7 +35,7 @@ from ckptfs.dcp.read.load_planner import Allow
 from ckptfs.dcp.saving import WriteOptions
 from ckptfs.dcp.write.rank_files import WriteEngineName
 from ckptfs.events import Restored, SaveResult, SaveSkipped
-from ckptfs.manager.claimed_run import Ground, Where
+from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.listeners import Listener
 from ckptfs.manager.load_targets import Reshard
 from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings, Template, metrics_of
@@ -160,7 +160,7 @@ class CheckpointManager(RunManager):
         storage_options: Mapping[str, Any] | None = None,
         scope: Literal["auto", "shared", "node"] = "auto",
         domain: str | None = None,
-        ground: Ground | None = None,
+        ground: RunHandle | None = None,
     ) -> None:
         place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
         where = Where(uri, place, process_group, timeout_s, Takeover(takeover))
@@ -187,7 +187,7 @@ class CheckpointManager(RunManager):
             unlogged=Unlogged(unlogged),
         )
         rules = Rules(every_steps, every_s, grace_s)
-        super().__init__(ground or Ground(where), settings, rules, preempt_signals)
+        super().__init__(ground or RunHandle(where), settings, rules, preempt_signals)
 
     # -- saving -------------------------------------------------------------------------
 
@@ -244,28 +244,28 @@ class CheckpointManager(RunManager):
         artifact = Kind(kind)
         name = self._settings.names.of(artifact).name(step)
         told = metrics_of(metrics)  # a wrong call is refused before the run is claimed
-        self._ground.check_open()
+        self._run_handle.check_open()
         if failure:
-            self._ground.reach_all(f"the save of step {step} on failure", reach_s)
+            self._run_handle.reach_all(f"the save of step {step} on failure", reach_s)
         skipped = self._make_way(step, name)
         if skipped is not None:
             return skipped
-        crew = self._hired()
-        crew.check_beginning(artifact, name, step, failure=failure)
+        workers = self._workers()
+        workers.check_beginning(artifact, name, step, failure=failure)
         taken = self._taken(state)
         spec = SaveSpec(
             name,
             step,
             IfExists.REPLACE,
             artifact=artifact,
-            run=crew.run.generation,
+            run=workers.run.generation,
             failure=failure,
             per_rank=(*self._settings.per_rank, *taken.per_rank),
             metrics=told,
             spares_foreign=True,
         )
         job = StateJob(
-            taken.state_dict, self._ground.root / name, spec, self._settings.write, started
+            taken.state_dict, self._run_handle.root / name, spec, self._settings.write, started
         )
         return self._run_job(job)
 
@@ -294,7 +294,7 @@ class CheckpointManager(RunManager):
             How many bytes the thread touched, once it is done; 0 if the memory was there already.
             No call has to wait for it.
         """
-        self._ground.check_open()
+        self._run_handle.check_open()
         size = CopySize(0, on_device=False)
         if self._settings.mode is SaveMode.ASYNC:
             try:
@@ -332,10 +332,10 @@ class CheckpointManager(RunManager):
         """
         name = self._settings.names.of(Kind.CHECKPOINT).name(step)
         self._settle(1)
-        crew = self._hired()
-        crew.check_beginning(Kind.CHECKPOINT, name, step)
-        given = self._ground.where.place.storage_options
-        ticket = crew.begin(
+        workers = self._workers()
+        workers.check_beginning(Kind.CHECKPOINT, name, step)
+        given = self._run_handle.where.place.storage_options
+        ticket = workers.begin(
             name, step, parts, given if storage_options is None else storage_options
         )
         # Not before: a caller that catches an error of begin still has to save this step.
@@ -416,10 +416,10 @@ class CheckpointManager(RunManager):
             objects,
         )
         with (
-            self._ground.reading() as seat,
-            open_copies(self._settings.copies, self._ground.control) as copies,
+            self._run_handle.reading() as session,
+            open_copies(self._settings.copies, self._run_handle.control) as copies,
         ):
-            outcome = restore([seat, *copies], state, request)
+            outcome = restore([session, *copies], state, request)
         if outcome is None:
             self._found_nothing(request.kind)
             return None

@@ -23,7 +23,7 @@ from ckptfs.commit.catalog.unlogged import Unlogged
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.ownership.claim import Takeover
 from ckptfs.commit.paths import CONTROL
-from ckptfs.commit.save.spec import whole_step
+from ckptfs.commit.save.spec import checked_step
 from ckptfs.dcp.saving import WriteOptions
 from ckptfs.errors import ArgumentChoice, StateError
 from ckptfs.manager.claimed_run import Pointer
@@ -72,7 +72,7 @@ class Template:
 
     def name(self, step: int) -> str:
         """Return the name of a step. Raises StateError for a negative step."""
-        step = whole_step(step)
+        step = checked_step(step)
         return _PLACE.sub(lambda place: f"{step:0{int(place['width'] or 1)}d}", self.text)
 
     def step_of(self, name: str) -> int | None:

@@ -189,13 +189,16 @@ class WorkerShield:
         if hasattr(signal, "sigwaitinfo"):
             signal.pthread_sigmask(signal.SIG_BLOCK, watched)
             threading.Thread(
-                target=_heed_parent, args=(watched, os.getppid()), name="ckptfs-shield", daemon=True
+                target=_watch_parent,
+                args=(watched, os.getppid()),
+                name="ckptfs-shield",
+                daemon=True,
             ).start()
         if self.then is not None:
             self.then(worker)
 
 
-def _heed_parent(watched: tuple[signal.Signals, ...], parent: int) -> None:
+def _watch_parent(watched: tuple[signal.Signals, ...], parent: int) -> None:
     while signal.sigwaitinfo(watched).si_pid != parent:
         pass
     os._exit(0)

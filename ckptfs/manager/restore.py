@@ -40,7 +40,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import drive
 from ckptfs.commit.paths import number_order
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.dcp.async_api import CopySize, size_of_tensors
 from ckptfs.dcp.loading import Loadable, load_into, read_metadata
 from ckptfs.dcp.planning.state_dicts import unmarked_key, view_for
@@ -95,7 +95,7 @@ ReadMetadata = Callable[[Storage, Found], Metadata]
 
 
 def check(
-    seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata = read_metadata
+    session: RunSession, seal: Seal, held: list[Opened], read: ReadMetadata = read_metadata
 ) -> Damage | None:
     """Return None if every rank finds the save and every file is there with its size. Collective.
 
@@ -108,8 +108,8 @@ def check(
         reports.extend(answers)
         return judge(seal, answers)
 
-    flaw = seat.control.step(
-        "check the checkpoint", lambda: _report(seat, seal, held, read), decide
+    flaw = session.control.step(
+        "check the checkpoint", lambda: _report(session, seal, held, read), decide
     )
     if flaw is None:
         return None
@@ -120,14 +120,14 @@ def check(
 
     def tell(answers: Sequence[Contents | None]) -> str:
         known = next((a for a in answers if a is not None), None)
-        return describe(seal, reports, seat.control.worlds, known)
+        return describe(seal, reports, session.control.worlds, known)
 
-    return Damage(flaw, seat.control.step("name what is missing", contents, tell))
+    return Damage(flaw, session.control.step("name what is missing", contents, tell))
 
 
-def _report(seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata) -> Report:
+def _report(session: RunSession, seal: Seal, held: list[Opened], read: ReadMetadata) -> Report:
     """Return what this rank finds of a save. Local."""
-    mine, storage, shape = seat.placement.mine, seat.storage, seat.caps.shape
+    mine, storage, shape = session.placement.mine, session.storage, session.caps.shape
     try:
         found = drive(find(seal, shape, storage.uri(seal.name)), storage)
         held.append((found, read(storage, found)))
@@ -135,8 +135,8 @@ def _report(seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata) -> R
         # One rank lists on an object store; elsewhere the ranks of a domain share the work.
         ranks = mine.ranks[:1] if shape is Shape.OBJECT else mine.ranks
         share: list[FileRecord] = []
-        if seat.control.rank in ranks:
-            share = share_of(files, mine.id, ranks.index(seat.control.rank), len(ranks))
+        if session.control.rank in ranks:
+            share = share_of(files, mine.id, ranks.index(session.control.rank), len(ranks))
         return Report(mine.id, missing=drive(missing(share, found.home, shape), storage))
     except (NotFoundError, StaleError, IncompleteCheckpointError) as error:
         return Report(mine.id, Flaw.INCOMPLETE, error.message)
@@ -168,13 +168,13 @@ class Surveyed:
 class Places:
     """The places that a restore may read from, the run first."""
 
-    def __init__(self, seats: Sequence[Seat], request: RestoreRequest) -> None:
-        self.seats = tuple(seats)
+    def __init__(self, sessions: Sequence[RunSession], request: RestoreRequest) -> None:
+        self.sessions = tuple(sessions)
         self._request = request
         self._surveyed: dict[int, Surveyed] = {}
 
     def __len__(self) -> int:
-        return len(self.seats)
+        return len(self.sessions)
 
     def forget(self) -> None:
         """Forget all surveys, so that each place is read again."""
@@ -182,7 +182,7 @@ class Places:
 
     def uri(self, source: int) -> Uri:
         """Return the URI of the run at this place."""
-        return self.seats[source].storage.root
+        return self.sessions[source].storage.root
 
     def survey(self, source: int) -> Surveyed:
         """Return the candidates, from the logs of the reached domains.
@@ -195,16 +195,16 @@ class Places:
 
     def look_again(self, source: int) -> Surveyed:
         """Return the candidates as they are now. Collective."""
-        seat = self.seats[source]
+        session = self.sessions[source]
 
         def local() -> Sight | StorageError | None:
-            if not _looks(seat):
+            if not _looks(session):
                 return None
             try:
-                sight = drive(look(), seat.storage)
+                sight = drive(look(), session.storage)
                 return self._with_unlogged(source, sight)
             except StorageError as error:
-                if len(self.seats) == 1:
+                if len(self.sessions) == 1:
                     raise
                 return error  # a copy may replace a place that is down
 
@@ -233,20 +233,20 @@ class Places:
             found = choose(views, self._request)
             return Surveyed(found, has_log=bool(views), unlogged=unlogged)
 
-        return seat.control.step("survey the run", local, decide)
+        return session.control.step("survey the run", local, decide)
 
     def _with_unlogged(self, source: int, sight: Sight) -> Sight:
         """Add what another program saved after the newest commit.
 
         Only the run is searched, not its copies, by one process of each domain.
         """
-        seat, request = self.seats[source], self._request
+        session, request = self.sessions[source], self._request
         is_asked = source == 0 and request.kind is not Kind.WEIGHTS
-        if not is_asked or request.unlogged is Unlogged.IGNORE or not seat.placement.is_owner:
+        if not is_asked or request.unlogged is Unlogged.IGNORE or not session.placement.is_owner:
             return sight
         if sight.domain is None or sight.state is None:
             return sight
-        views, shape = {sight.domain: sight.state}, seat.caps.shape
+        views, shape = {sight.domain: sight.state}, session.caps.shape
         if request.step is None:
             names = newer_unlogged(views, shape)
         else:
@@ -254,7 +254,7 @@ class Places:
             names = unlogged_at(
                 views, seals, lambda name: request.step_of(name) == request.step, shape
             )
-        return replace(sight, unlogged=drive(names, seat.storage))
+        return replace(sight, unlogged=drive(names, session.storage))
 
     def refuse_unlogged(self) -> None:
         """Refuse to restore if another program's save is newer than the run's newest commit.
@@ -273,14 +273,14 @@ class Places:
         Raises IncompleteCheckpointError unless the caller passed ``fallback="older"`` and there are
         copies.
         """
-        if len(self.seats) > 1 and self._request.fallback is Fallback.OLDER:
+        if len(self.sessions) > 1 and self._request.fallback is Fallback.OLDER:
             logger.warning("%s cannot be read; its copies are tried: %s", self.uri(0), why)
             return
         raise IncompleteCheckpointError(
             f"the run cannot be read: {why}",
             uri=self.uri(0),
             hint='copies may be older: pass fallback="older" to take the newest of them'
-            if len(self.seats) > 1
+            if len(self.sessions) > 1
             else "make the storage reachable: it may have a checkpoint",
         )
 
@@ -290,7 +290,7 @@ class Places:
         Node-local disks of an earlier allocation look like that.
         """
         mine = self.survey(0).choice
-        return any(is_passed(mine, self.survey(n).choice) for n in range(1, len(self.seats)))
+        return any(is_passed(mine, self.survey(n).choice) for n in range(1, len(self.sessions)))
 
     def refuse_fork(self) -> None:
         """Raise StateError if a copy and the run have diverged. Collective.
@@ -299,7 +299,7 @@ class Places:
         never copied. A person has to decide which of the two is the run.
         """
         mine = self.survey(0).choice
-        for n in range(1, len(self.seats)):
+        for n in range(1, len(self.sessions)):
             other = self.survey(n).choice
             if self._request.step is None and is_forked(mine, other):
                 here, there = mine.candidates[0].seal.name, other.candidates[0].seal.name
@@ -341,7 +341,7 @@ class Places:
 
     def furthest_copy(self) -> int | None:
         """Return the copy to resume from if the run has nothing."""
-        choices = [self.survey(n).choice for n in range(1, len(self.seats))]
+        choices = [self.survey(n).choice for n in range(1, len(self.sessions))]
         found = ahead(choices)
         return None if found is None else found + 1
 
@@ -370,9 +370,9 @@ class Places:
         """
         if self._request.step is not None:
             self.refuse_unlogged()
-        for source, seat in enumerate(self.seats):
+        for source, session in enumerate(self.sessions):
             self.refuse_unfit(source)
-            self._refuse_leftovers(source, seat)
+            self._refuse_leftovers(source, session)
         if self._request.step is not None:
             steps = sorted({s for x in self._surveyed.values() for s in x.choice.steps})
             there = f"there are {listed([str(s) for s in steps])}" if steps else "there is none"
@@ -386,21 +386,21 @@ class Places:
             )
         logger.info("%s is empty: nothing to restore", self.uri(0))
 
-    def _refuse_leftovers(self, source: int, seat: Seat) -> None:
+    def _refuse_leftovers(self, source: int, session: RunSession) -> None:
         surveyed = self.survey(source)
         if surveyed.unreached is not None:
             return
 
         def local() -> tuple[str, ...] | StateError:
-            if not _looks(seat):
+            if not _looks(session):
                 return ()
             step_of, known = self._request.step_of, surveyed.choice.names
             if not surveyed.has_log:
                 try:
-                    drive(refuse_no_run(self.uri(source), seat.caps.shape), seat.storage)
+                    drive(refuse_no_run(self.uri(source), session.caps.shape), session.storage)
                 except StateError as error:
                     return error  # returned, so that ``decide`` can raise it as its own type
-            return drive(leftovers(step_of, known, has_log=surveyed.has_log), seat.storage)
+            return drive(leftovers(step_of, known, has_log=surveyed.has_log), session.storage)
 
         def decide(answers: Sequence[tuple[str, ...] | StateError]) -> None:
             for answer in answers:
@@ -416,17 +416,17 @@ class Places:
                     "a restart must not begin at step 0 next to them",
                 )
 
-        seat.control.step("look for leftovers", local, decide)
+        session.control.step("look for leftovers", local, decide)
 
 
-def _looks(seat: Seat) -> bool:
+def _looks(session: RunSession) -> bool:
     """Whether this process reads: one per node, or one of all on an object store.
 
     Nodes may see different things on a filesystem.
     """
-    if seat.caps.shape is Shape.OBJECT:
-        return seat.placement.is_owner
-    return seat.placement.is_node_lead
+    if session.caps.shape is Shape.OBJECT:
+        return session.placement.is_owner
+    return session.placement.is_node_lead
 
 
 TRIES = 5  # a run that changes while it is read settles at the second look
@@ -453,7 +453,9 @@ class _MovedError(Exception):
     """The run changed while it was read; all ranks read it again."""
 
 
-def restore(sources: Sequence[Seat], state: Any, request: RestoreRequest) -> RestoreOutcome | None:
+def restore(
+    sources: Sequence[RunSession], state: Any, request: RestoreRequest
+) -> RestoreOutcome | None:
     """Restore ``state`` in place from the newest whole checkpoint. Collective, read-only.
 
     ``sources`` are the run, then its copies, with one control. The run decides which checkpoint is
@@ -490,7 +492,7 @@ def restore(sources: Sequence[Seat], state: Any, request: RestoreRequest) -> Res
 class _Restore:
     """One restore. Every branch depends only on verdicts, so all ranks take the same one."""
 
-    def __init__(self, sources: Sequence[Seat], state: Any, request: RestoreRequest) -> None:
+    def __init__(self, sources: Sequence[RunSession], state: Any, request: RestoreRequest) -> None:
         self._places = Places(sources, request)
         self._control = sources[0].control
         self._state = state
@@ -557,10 +559,10 @@ class _Restore:
         return first
 
     def _try_now(self, source: int, candidate: Candidate) -> RestoreOutcome | Damage:
-        seat = self._places.seats[source]
+        session = self._places.sessions[source]
         seal = self._piece(source, candidate)
         held: list[Opened] = []
-        damage = check(seat, seal, held)
+        damage = check(session, seal, held)
         if candidate.doubt:
             damage = doubt_of(candidate.doubt, damage)
         if damage is None:
@@ -586,7 +588,7 @@ class _Restore:
     def _load(
         self, source: int, candidate: Candidate, seal: Seal, opened: Opened
     ) -> RestoreOutcome:
-        seat, control = self._places.seats[source], self._control
+        session, control = self._places.sessions[source], self._control
         found, metadata = opened
         manifest = found.manifest
         world = control.size if manifest is None else manifest.world_size
@@ -607,7 +609,7 @@ class _Restore:
         loaded = load_into(
             Loadable(blanks[0].state_dict, blanks[0].give_back),
             _without(metadata, hooks) if dropped else metadata,
-            seat,
+            session,
             uri,
             found,
             strict=self._request.strict,
@@ -637,8 +639,8 @@ class _Restore:
         if not marks.keys:
             return {}, ()
 
-        def decide(told: Sequence[tuple[str, ...]]) -> tuple[dict[str, str], tuple[str, ...]]:
-            keys = sorted({key for one in told for key in one})
+        def decide(answers: Sequence[tuple[str, ...]]) -> tuple[dict[str, str], tuple[str, ...]]:
+            keys = sorted({key for one in answers for key in one})
             hooked = {k: p for k in keys if (p := self._pattern(k)) is not None}
             unused = [k for k in keys if k not in hooked]
             if self._request.per_rank is PerRankPolicy.ERROR:
@@ -666,15 +668,15 @@ class _Restore:
     def _pattern(self, key: str) -> str | None:
         return next((p for p in self._request.reshard if fnmatch.fnmatchcase(key, p)), None)
 
-    def _tell_skipped(self, taken: Candidate) -> tuple[str, ...]:
+    def _tell_skipped(self, chosen: Candidate) -> tuple[str, ...]:
         told = tuple(
-            f"{one.seal.name}, {one.step - taken.step} steps later: {why}"
+            f"{one.seal.name}, {one.step - chosen.step} steps later: {why}"
             for one, why in self._skipped
         )
         if told:
-            lost = self._skipped[0][0].step - taken.step
+            lost = self._skipped[0][0].step - chosen.step
             logger.warning(
-                "restored step %d; %d steps are lost: %s", taken.step, lost, "; ".join(told)
+                "restored step %d; %d steps are lost: %s", chosen.step, lost, "; ".join(told)
             )
         return told
 

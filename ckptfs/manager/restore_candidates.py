@@ -400,30 +400,30 @@ def _seq_before(part: Part, views: Views) -> int:
     return 1 + max((seal.seq for seal in before if seal.base == part.base), default=0)
 
 
-def is_passed(mine: Choice, other: Choice) -> bool:
-    """Whether ``other`` has the newest save of ``mine`` and continued to one unknown to ``mine``.
+def is_passed(own: Choice, other: Choice) -> bool:
+    """Whether ``other`` has the newest save of ``own`` and continued to one unknown to ``own``.
 
-    The run then moved on elsewhere, and ``mine`` is what it left.
+    The run then moved on elsewhere, and ``own`` is what it left.
     """
-    if not mine.candidates or not other.candidates:
+    if not own.candidates or not other.candidates:
         return False
-    here, there = (origin_of(c.candidates[0].seal.save_id) for c in (mine, other))
-    return here != there and here in other.known and there not in mine.known
+    here, there = (origin_of(c.candidates[0].seal.save_id) for c in (own, other))
+    return here != there and here in other.known and there not in own.known
 
 
-def is_forked(mine: Choice, other: Choice) -> bool:
+def is_forked(own: Choice, other: Choice) -> bool:
     """Whether both places continued separately from a common state, and ``other`` is further.
 
     A disk of an earlier allocation looks like that if its newest save was never copied: its job
     died, and the next job continued elsewhere. The steps decide which is further, because no log
     knows both.
     """
-    if not mine.candidates or not other.candidates or not mine.known & other.known:
+    if not own.candidates or not other.candidates or not own.known & other.known:
         return False
-    here, there = mine.candidates[0], other.candidates[0]
+    here, there = own.candidates[0], other.candidates[0]
     apart = (
         origin_of(here.seal.save_id) not in other.known
-        and origin_of(there.seal.save_id) not in mine.known
+        and origin_of(there.seal.save_id) not in own.known
     )
     return apart and there.step > here.step
 

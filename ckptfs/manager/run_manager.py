@@ -4,10 +4,10 @@
       CheckpointManager   state dicts: tensors, sharded, resharded
       DirectoryManager    directories of files that a framework wrote
 
-A subclass calls ``_make_way`` and then saves through ``_hired()``, the crew that works for the
-claimed run.
+A subclass calls ``_make_way`` and then saves through ``_workers()``, the objects that work
+for the claimed run.
 
-``Flight`` holds the saves that are under way, oldest first, and raises their failures:
+``PendingSaves`` holds the saves that are under way, oldest first, and raises their failures:
 
     flight.settle(limit)   waits until fewer than limit are left; raises what failed, once
     flight.poll()          raises a failure that is known here; settle raises it again
@@ -43,22 +43,22 @@ from ckptfs.commit.log.entries import Kind, decode_entry
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive, read_limited
 from ckptfs.commit.paths import log_key
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.commit.state import Views, catalog
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.staging.buffers import HostBuffers
 from ckptfs.errors import CkptfsError, DeadlineError, NotFoundError
 from ckptfs.events import Event, SaveBegan, SaveResult, SaveSkipped
-from ckptfs.manager.claimed_run import Ground, Where
-from ckptfs.manager.listeners import Bell
+from ckptfs.manager.claimed_run import RunHandle, Where
+from ckptfs.manager.listeners import EventDispatcher
 from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings
 from ckptfs.manager.preemption import PreemptSignals, SignalName
 from ckptfs.manager.schedule import Rules, Schedule
-from ckptfs.manager.session import Crew, Job, StartingPoint
+from ckptfs.manager.session import Job, RunWorkers, StartingPoint
 from ckptfs.storage.base import Storage
 from ckptfs.uri import Uri
 
-__all__ = ["Flight", "Pending", "RunManager", "View", "between_s", "last_save_s"]
+__all__ = ["Pending", "PendingSaves", "RunManager", "View", "between_s", "last_save_s"]
 
 logger = logging.getLogger("ckptfs.manager")
 
@@ -106,7 +106,7 @@ class Pending(Protocol):
         """Whether it is committed or failed, as far as this rank knows."""
 
 
-class Flight:
+class PendingSaves:
     """The saves under way. Only the thread that makes the manager's calls may use it."""
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class View:
         found = (template.step_of(c.uri.name) for c in self.live(kind, failures=True))
         return [step for step in found if step is not None]
 
-    def save_id_of(self, step: int, seat: Seat) -> str:
+    def save_id_of(self, step: int, session: RunSession) -> str:
         """Return the save_id of the checkpoint of ``step``, by the logs of all domains. Collective.
 
         One domain alone may not know yet what became of a save. Raises NotFoundError if there is
@@ -225,7 +225,7 @@ class View:
         name = self.names.of(main).name(step)
 
         def look() -> tuple[str, LogState] | None:
-            return drive(read_view(), seat.storage) if seat.placement.is_node_lead else None
+            return drive(read_view(), session.storage) if session.placement.is_node_lead else None
 
         def decide(found: Sequence[tuple[str, LogState] | None]) -> str:
             lives = list_live(dict(one for one in found if one is not None))
@@ -235,11 +235,11 @@ class View:
                     return seal.save_id
             raise NotFoundError(
                 f"there is no checkpoint of step {step}",
-                uri=seat.storage.root,
+                uri=session.storage.root,
                 hint=f"there are {', '.join(seal.name for seal in seals) or 'none'}",
             )
 
-        return seat.control.step("find the step", look, decide)
+        return session.control.step("find the step", look, decide)
 
 
 class RunManager:
@@ -250,25 +250,25 @@ class RunManager:
 
     def __init__(
         self,
-        ground: Ground,
+        run_handle: RunHandle,
         settings: Settings,
         rules: Rules,
         preempt_signals: Iterable[SignalName],
     ) -> None:
         self._settings = settings
-        self._ground = ground
-        ground.owner = type(self).__name__
-        self._view = View(ground.where, settings.names)
-        self._flight = Flight()
-        self._crew: Crew | None = None
+        self._run_handle = run_handle
+        run_handle.owner = type(self).__name__
+        self._view = View(run_handle.where, settings.names)
+        self._pending_saves = PendingSaves()
+        self._run_workers: RunWorkers | None = None
         self._needed: frozenset[str] = frozenset()  # what this job was restored from
         self._start = StartingPoint()
-        self._bell: Bell | None = None
+        self._dispatcher: EventDispatcher | None = None
         self._buffers: HostBuffers | None = None
         # The last step that may fail: no handler may outlive a manager that was never made.
         signals = PreemptSignals(preempt_signals) if preempt_signals else None
-        self._schedule = Schedule(rules, lambda: self._ground.control, signals=signals)
-        self._ground.before_release(self._schedule.close)
+        self._schedule = Schedule(rules, lambda: self._run_handle.control, signals=signals)
+        self._run_handle.before_release(self._schedule.close)
 
     # -- when -----------------------------------------------------------------------------
 
@@ -304,8 +304,8 @@ class RunManager:
 
     def _set_start(self, start: StartingPoint) -> None:
         self._start = start
-        if self._crew is not None:
-            self._crew.set_start(start)
+        if self._run_workers is not None:
+            self._run_workers.set_start(start)
 
     def _found_nothing(self, kind: Kind) -> None:
         """Note that a search for checkpoints of a kind found none.
@@ -323,17 +323,17 @@ class RunManager:
 
         When it returns, the save is committed, or under way.
         """
-        crew, kind = self._hired(), job.spec.artifact
+        workers, kind = self._workers(), job.spec.artifact
         mode = self._settings.mode
         step = job.spec.step or 0
         self._tell(SaveBegan(str(job.target), step, kind.value, mode.value))
         if mode is SaveMode.SYNC:
-            result = crew.save(job)
+            result = workers.save(job)
             self._schedule.took(result.wall_s)
             self._saved(kind, step)
             return result
         self._saved(kind, step)  # also if Ctrl-C interrupts it: the other ranks continue
-        return crew.save_aside(job, self._flight.add)
+        return workers.save_in_background(job, self._pending_saves.add)
 
     def _saved(self, kind: Kind, step: int) -> None:
         # Weights of a step are no reason to leave its full checkpoint out.
@@ -344,19 +344,21 @@ class RunManager:
         """Raise earlier failures; wait until a save may begin, or return that it is skipped."""
         limit = self._settings.max_in_flight
         may_skip = self._settings.if_slow is IfSlow.SKIP and not self.preempted
-        if may_skip and len(self._flight) >= limit:
+        if may_skip and len(self._pending_saves) >= limit:
             # All ranks or none: this one may know the outcome before the others do.
-            done = self._ground.control.step("in flight", self._flight.oldest_is_done, all)
+            done = self._run_handle.control.step(
+                "in flight", self._pending_saves.oldest_is_done, all
+            )
             if not done:
-                uri = str(self._ground.root / name)
-                skipped = SaveSkipped(uri, step, len(self._flight))
+                uri = str(self._run_handle.root / name)
+                skipped = SaveSkipped(uri, step, len(self._pending_saves))
                 self._tell(skipped)
                 return skipped
         self._settle(limit)
         return None
 
     def _settle(self, limit: int) -> None:
-        last = self._flight.settle(limit)
+        last = self._pending_saves.settle(limit)
         if last is not None:
             self._schedule.took(last.wall_s)
 
@@ -375,19 +377,19 @@ class RunManager:
             CkptfsError: The error of a save that failed, on all ranks.
         """
         began = time.monotonic()
-        if len(self._flight):
+        if len(self._pending_saves):
             # All ranks or none: a rank that gave up alone would have other saves in flight than the rest.
-            control = self._ground.control
+            control = self._run_handle.control
             try:
-                control.step("wait", lambda: self._flight.wait_done(timeout_s), _need_all)
+                control.step("wait", lambda: self._pending_saves.wait_done(timeout_s), _need_all)
             except CkptfsError as error:
                 # Only the waiting failed: the saves themselves may be committed.
                 error.outcome = "unknown"
                 raise
         self._settle(1)
-        if self._crew is not None:
+        if self._run_workers is not None:
             left = None if timeout_s is None else max(0.0, timeout_s - time.monotonic() + began)
-            self._crew.wait_for_copies(left, alike=True)
+            self._run_workers.wait_for_copies(left, alike=True)
 
     def poll(self) -> int:
         """Return how many saves are under way. Local.
@@ -396,8 +398,8 @@ class RunManager:
             CkptfsError: The error of a save that failed, if this rank knows; the next collective
                 call raises it again, on all ranks.
         """
-        self._flight.poll()
-        return len(self._flight)
+        self._pending_saves.poll()
+        return len(self._pending_saves)
 
     # -- keeping ------------------------------------------------------------------------
 
@@ -441,18 +443,18 @@ class RunManager:
             RunBusyError: The run has a living owner.
         """
         save_id = self._find(step)
-        self._hired().delete(save_id)
+        self._workers().delete(save_id)
 
     def _find(self, step: int) -> str:
         self._settle(1)
-        with self._ground.reading() as seat:
-            return self._view.save_id_of(step, seat)
+        with self._run_handle.reading() as session:
+            return self._view.save_id_of(step, session)
 
     def _pin(self, step: int, *, pinned: bool) -> None:
         save_id = self._find(step)
         # Claiming the run runs retention: it must not delete the step before it is pinned.
         self._needed |= {save_id}
-        self._hired().pin(save_id, pinned=pinned)
+        self._workers().pin(save_id, pinned=pinned)
 
     # -- looking: local, read-only, any time ------------------------------------------------
 
@@ -486,28 +488,28 @@ class RunManager:
             CkptfsError: The error of a save that failed, after everything is closed.
         """
         try:
-            if not self._ground.is_closed:
+            if not self._run_handle.is_closed:
                 self._settle(1)
                 self._finish_copies(copies_s)
         except (KeyboardInterrupt, SystemExit):
-            if self._crew is not None:
-                self._crew.hurry()  # otherwise leaving would wait again
+            if self._run_workers is not None:
+                self._run_workers.hurry()  # otherwise leaving would wait again
             raise
         finally:
             self._leave()
 
     def _finish_copies(self, timeout_s: float) -> None:
         try:
-            if self._crew is not None:
-                self._crew.wait_for_copies(timeout_s)
+            if self._run_workers is not None:
+                self._run_workers.wait_for_copies(timeout_s)
         except CkptfsError as error:
             logger.warning("the run ends before its copies are made: %s", error)
 
     def _leave(self) -> None:
-        """Release the run and close the bell. Local."""
-        self._ground.close()
-        if self._bell is not None:
-            self._bell.close()
+        """Release the run and close the dispatcher. Local."""
+        self._run_handle.close()
+        if self._dispatcher is not None:
+            self._dispatcher.close()
 
     def __enter__(self) -> Self:
         return self
@@ -527,9 +529,9 @@ class RunManager:
             self.close()
             return
         try:
-            if self._crew is not None and not self._ground.is_closed:
-                self._crew.hurry()
-            if self._flight.is_done():
+            if self._run_workers is not None and not self._run_handle.is_closed:
+                self._run_workers.hurry()
+            if self._pending_saves.is_done():
                 self._settle(1)
         except Exception:
             logger.exception("a save failed too, while the block was left by an exception")
@@ -538,51 +540,53 @@ class RunManager:
 
     # -- small things ---------------------------------------------------------------------
 
-    def _hired(self) -> Crew:
-        if self._crew is None:
-            self._hang_bell()  # before threads report events: each of them would make a bell
-            self._crew = Crew.hire(
-                self._ground,
+    def _workers(self) -> RunWorkers:
+        if self._run_workers is None:
+            self._start_dispatcher()  # before threads report events: each of them would make a dispatcher
+            self._run_workers = RunWorkers.start(
+                self._run_handle,
                 self._settings,
                 self._tell,
                 self._needed,
                 self._start,
                 buffers=self._staging_buffers(),
             )
-            self._warn_of_the_last_save(self._crew.run.seat)
-        return self._crew
+            self._warn_of_the_last_save(self._run_workers.run.session)
+        return self._run_workers
 
     def _staging_buffers(self) -> HostBuffers:
         """Return the buffers for staging. Collective at its first use."""
         if self._buffers is None:
-            local_ranks = self._ground.control.world.local_size
+            local_ranks = self._run_handle.control.world.local_size
             bound_bytes = self._settings.host_memory_bytes
             self._buffers = HostBuffers(bound_bytes, local_ranks=local_ranks)
-            self._ground.before_release(self._buffers.close)
+            self._run_handle.before_release(self._buffers.close)
         return self._buffers
 
-    def _warn_of_the_last_save(self, seat: Seat) -> None:
+    def _warn_of_the_last_save(self, session: RunSession) -> None:
         """Warn if a save of the previous job took longer than this job's grace. Collective."""
 
         def look() -> float | None:
-            state = seat.known.state
+            state = session.known.state
             if state is None or not self._schedule.warns_here:
                 return None
-            return last_save_s(state, seat.storage)
+            return last_save_s(state, session.storage)
 
         # In a step: if this read hung or failed between two steps, the other ranks would wait without
         # knowing why.
         label = "how long the last save took"
-        self._schedule.took(seat.control.step(label, look, lambda found: found[0]))
+        self._schedule.took(session.control.step(label, look, lambda found: found[0]))
 
     def _tell(self, event: Event) -> None:
-        self._hang_bell().tell(event)
+        self._start_dispatcher().tell(event)
 
-    def _hang_bell(self) -> Bell:
-        if self._bell is None:
-            settings, rank = self._settings, self._ground.control.rank
-            self._bell = Bell(settings.listeners, on_commit=settings.on_commit, rank=rank)
-        return self._bell
+    def _start_dispatcher(self) -> EventDispatcher:
+        if self._dispatcher is None:
+            settings, rank = self._settings, self._run_handle.control.rank
+            self._dispatcher = EventDispatcher(
+                settings.listeners, on_commit=settings.on_commit, rank=rank
+            )
+        return self._dispatcher
 
 
 def _need_all(done: Sequence[bool]) -> None:

@@ -90,13 +90,13 @@ class Saved:
         first, prefix = self._first_below(path)
         keys = itertools.takewhile(lambda k: k.startswith(prefix), self._keys[first:])
         found = sorted(keys, key=lambda k: self._order.get(k, 0))
-        return [(self._rest(key, prefix, path), key) for key in found]
+        return [(self._path_below(key, prefix, path), key) for key in found]
 
     def _first_below(self, path: Path) -> tuple[int, str]:
         prefix = f"{key_of(path)}."
         return bisect_left(self._keys, prefix), prefix
 
-    def _rest(self, key: str, prefix: str, path: Path) -> Path:
+    def _path_below(self, key: str, prefix: str, path: Path) -> Path:
         whole = self._paths.get(key)
         # Stock checkpoints of flat state dicts have no paths, or paths of a single name: the text of the
         # key is used then. A path that is not the key's own would make a blank that nothing fills.
@@ -112,7 +112,7 @@ class Saved:
         )
         return sorted(set(firsts))
 
-    def is_there(self, path: Path) -> bool:
+    def exists(self, path: Path) -> bool:
         """Whether anything was saved at or below a path."""
         first, prefix = self._first_below(path)
         below = first < len(self._keys) and self._keys[first].startswith(prefix)

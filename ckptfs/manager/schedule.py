@@ -18,7 +18,7 @@ calls come faster than every 0.25 s, the coordinator spaces the rounds out, agai
 ranks. A single process obeys at once. Without ``every_s`` and signals there is no thread, no clone
 and no round.
 
-``Rally`` is what a save on failure needs: all ranks arrive within a deadline, or the save is made
+``Rendezvous`` is what a save on failure needs: all ranks arrive within a deadline, or the save is made
 by none of them.
 
     rank 0   reach ----------------.
@@ -48,12 +48,12 @@ from ckptfs.control.control import Control
 from ckptfs.errors import DeadlineError, StateError
 from ckptfs.manager.preemption import PreemptSignals
 
-__all__ = ["Post", "Rally", "Round", "Rules", "Schedule", "calls_between", "settle_round"]
+__all__ = ["Post", "Rendezvous", "Round", "Rules", "Schedule", "calls_between", "settle_round"]
 
 logger = logging.getLogger("ckptfs.manager")
 
 
-class Rally:
+class Rendezvous:
     """Meetings of all ranks, over a clone of the control. All ranks make one, in the same order."""
 
     def __init__(self, control: Control) -> None:
@@ -63,7 +63,7 @@ class Rally:
     def reach(self, label: str, timeout_s: float) -> None:
         """Return when every rank has called this, on all of them.
 
-        Call it on the thread that made the rally. After a meeting that this rank gave up, the late
+        Call it on the thread that made the rendezvous. After a meeting that this rank gave up, the late
         ranks have to arrive at that one first, within the time of the next.
 
         Raises DeadlineError if not all ranks arrived within ``timeout_s`` seconds of this rank's
@@ -71,12 +71,12 @@ class Rally:
         left.
         """
         deadline_s = time.monotonic() + timeout_s
-        if self._under_way is not None and not self._under_way.is_over(timeout_s):
+        if self._under_way is not None and not self._under_way.has_ended(timeout_s):
             raise self._late(label, timeout_s)
         meeting = _Meeting(self._control, label)
         self._under_way = meeting
-        threading.Thread(target=meeting.hold, name="ckptfs-rally", daemon=True).start()
-        if not meeting.is_over(max(0.0, deadline_s - time.monotonic())) and meeting.give_up():
+        threading.Thread(target=meeting.hold, name="ckptfs-rendezvous", daemon=True).start()
+        if not meeting.has_ended(max(0.0, deadline_s - time.monotonic())) and meeting.give_up():
             raise self._late(label, timeout_s)
         meeting.outcome.result()  # once this rank confirmed, only a death can stop the others
 
@@ -104,7 +104,7 @@ class _Meeting:
         self._confirmed = False
         self.outcome: Future[None] = Future()
 
-    def is_over(self, timeout_s: float) -> bool:
+    def has_ended(self, timeout_s: float) -> bool:
         """Wait for the outcome, good or bad, for up to ``timeout_s`` seconds.
 
         Returns whether it is known.

@@ -1,12 +1,12 @@
 """What a manager needs from its first save on: the run, the objects that work for it, and one save.
 
-    Crew.hire(ground, settings, tell)      claims the run; collective
+    RunWorkers.start(run_handle, settings, tell)   claims the run; collective
       run        the claimed run: all saves carry its generation
       retirer    retention, after each commit
       copier     copies elsewhere, in the background
       saver      the saves themselves
       worker     the thread of asynchronous saves, with a control of its own
-    crew.check_beginning(kind, name, step) refuses a job that would begin over what earlier ones saved
+    workers.check_beginning(kind, name, step)      refuses a job that would begin over what earlier ones saved
 
 **A job's place in its run.** A manager has a place once it restored a step (or was given one by
 ``resumed_at``), was made with ``begin_again``, claimed the run right behind an overwrite, or saved
@@ -24,7 +24,7 @@ One save of the manager, and what follows its commit:
     followers      retention, copies, in this order      on failure: logged, tried again at the next commit
 
 The synchronous save runs this on the caller's thread, the asynchronous one on the worker's. Only
-the seat differs, because its control belongs to one thread.
+the session differs, because its control belongs to one thread.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.parts.tickets import Decision, SealedPart, Ticket, begin_parts
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import Committed, IfExists, SaveSpec, WrittenPart
-from ckptfs.commit.session import Seat, View, step_with_views
-from ckptfs.commit.state import Views, catalog, name_taken
+from ckptfs.commit.session import RunSession, View, step_with_views
+from ckptfs.commit.state import Views, catalog, save_named
 from ckptfs.control.control import hearing
-from ckptfs.dcp.async_api import Aside, begin_aside, submit_pending
+from ckptfs.dcp.async_api import SaveResources, begin_in_background, submit_pending
 from ckptfs.dcp.pending import PendingSave, Phase, Watch
 from ckptfs.dcp.planning.save_planner import Share
 from ckptfs.dcp.saving import Tell, WriteOptions, followed, save_at
@@ -65,18 +65,18 @@ from ckptfs.dcp.staging.buffers import HostBuffers
 from ckptfs.dcp.worker import SaveWorker
 from ckptfs.errors import CkptfsError, CommitConflictError, DeadlineError
 from ckptfs.events import Counters, Event, SaveCommitted, SaveFailed, SaveResult, Written
-from ckptfs.manager.claimed_run import Ground
+from ckptfs.manager.claimed_run import RunHandle
 from ckptfs.manager.options import Settings
 from ckptfs.replication.tiers import Copier, open_copies
 from ckptfs.retention.deletion import Retirer
 from ckptfs.uri import Uri
 
-__all__ = ["Crew", "FilesJob", "Follower", "Job", "Saver", "StartingPoint", "StateJob"]
+__all__ = ["FilesJob", "Follower", "Job", "RunWorkers", "Saver", "StartingPoint", "StateJob"]
 
 logger = logging.getLogger("ckptfs.manager")
 
 # Called on every rank after each commit, on the thread and control that saved. Collective.
-Follower = Callable[[Seat, SaveResult], None]
+Follower = Callable[[RunSession, SaveResult], None]
 
 
 class Job(Protocol):
@@ -94,7 +94,7 @@ class Job(Protocol):
     def started(self) -> float:
         """When the user called, by ``perf_counter``."""
 
-    def run(self, seat: Seat, tell: Tell, watch: Watch | None) -> SaveResult:
+    def run(self, session: RunSession, tell: Tell, watch: Watch | None) -> SaveResult:
         """Save. Collective; committed when it returns."""
 
 
@@ -108,11 +108,11 @@ class StateJob:
     options: WriteOptions
     started: float
 
-    def run(self, seat: Seat, tell: Tell, watch: Watch | None) -> SaveResult:
+    def run(self, session: RunSession, tell: Tell, watch: Watch | None) -> SaveResult:
         """As ``Job.run``."""
         return save_at(
             self.state,
-            seat,
+            session,
             self.target,
             self.spec,
             self.options,
@@ -135,27 +135,27 @@ class FilesJob:
     started: float
     consume: bool = False
 
-    def run(self, seat: Seat, tell: Tell, watch: Watch | None) -> SaveResult:
+    def run(self, session: RunSession, tell: Tell, watch: Watch | None) -> SaveResult:
         """As ``Job.run``."""
-        control, watch = seat.control, watch or Watch()
+        control, watch = session.control, watch or Watch()
         watch.enter(Phase.PLAN)
         nodes = [world.node for world in control.worlds]
-        domains = [domain.ranks for domain in seat.placement.domains]
+        domains = [domain.ranks for domain in session.placement.domains]
         is_lead = nodes.index(control.world.node) == control.rank
         # A node's lead may arrive first: it must not list files that other ranks are still writing.
         control.step("all have written", lambda: None)
         shares = control.step(
             "list files",
-            lambda: self._list(seat) if is_lead else None,
+            lambda: self._list(session) if is_lead else None,
             lambda listings: share_files(listings, nodes, domains),
         )
         mine = shares[control.rank]
         watch.planned(sum(file.size_bytes for file in mine.send), len(mine.send))
-        attempt = Attempt(seat, self.spec)
+        attempt = Attempt(session, self.spec)
         try:
             with followed(attempt, watch, self._result_of(control.rank)):
                 attempt.begin()
-                part = Publication(attempt, seat, self.path, mine)
+                part = Publication(attempt, session, self.path, mine)
 
                 def write() -> WrittenPart:
                     watch.enter(Phase.WRITE)
@@ -180,8 +180,8 @@ class FilesJob:
 
         return result_of
 
-    def _list(self, seat: Seat) -> tuple[Listed, ...]:
-        run = seat.storage.local_path("")
+    def _list(self, session: RunSession) -> tuple[Listed, ...]:
+        run = session.storage.local_path("")
         if self.consume and run is not None:
             refuse_own(self.path, run, self.spec.name)
         return list_files(self.path)
@@ -203,11 +203,11 @@ class Saver:
         self._before = before
         self._followers = tuple(followers)
 
-    def run(self, job: Job, seat: Seat, watch: Watch | None = None) -> SaveResult:
+    def run(self, job: Job, session: RunSession, watch: Watch | None = None) -> SaveResult:
         """Run a job. Collective; committed when it returns. Errors are those of ``ckptfs.save``."""
         try:
             self._before()
-            return job.run(seat, self._tell, watch)
+            return job.run(session, self._tell, watch)
         except BaseException as error:
             self.failed(job.target, job.spec, error)
             raise
@@ -218,7 +218,7 @@ class Saver:
         told = f"{type(error).__name__}: {error}"
         self._tell(SaveFailed(str(target), spec.step or 0, told, outcome))
 
-    def follow(self, kind: Kind, seat: Seat, result: SaveResult, stall_s: float) -> None:
+    def follow(self, kind: Kind, session: RunSession, result: SaveResult, stall_s: float) -> None:
         """Run what follows a commit.
 
         Collective. A failure is logged; the checkpoint stays committed. ``stall_s``: how many
@@ -227,7 +227,7 @@ class Saver:
         self._tell(SaveCommitted(result, kind.value, stall_s))
         for follower in self._followers:
             try:
-                follower(seat, result)
+                follower(session, result)
             except CkptfsError as error:
                 # The follower does this work after the next commit.
                 logger.warning("an error after the commit of %s: %s", result.uri, error)
@@ -281,8 +281,8 @@ class Past:
     is_overwritten: bool = False
 
 
-class Crew:
-    """The objects that work for a claimed run. Made by ``hire``, on every rank."""
+class RunWorkers:
+    """The objects that work for a claimed run. Made by ``start``, on every rank."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class Crew:
         self._past = Past()
         self._settings = settings
         self._tell = tell
-        self._aside: Aside | None = None
+        self._aside: SaveResources | None = None
         self._hurried = False
         self._stack = contextlib.ExitStack()
         self.retirer = Retirer(
@@ -309,7 +309,7 @@ class Crew:
         )
         self._stack.callback(self.retirer.close)
         try:
-            self._copier = self._hire_copier() if settings.copies else None
+            self._copier = self._start_copier() if settings.copies else None
         except BaseException:
             self._stack.close()
             raise
@@ -317,42 +317,42 @@ class Crew:
         self._told_needs = False
 
     @classmethod
-    def hire(
+    def start(
         cls,
-        ground: Ground,
+        run_handle: RunHandle,
         settings: Settings,
         tell: Callable[[Event], None],
         needed: frozenset[str],
         start: StartingPoint = StartingPoint(),
         *,
         buffers: HostBuffers,
-    ) -> Crew:
+    ) -> RunWorkers:
         """Claim the run and start working for it. Collective.
 
         ``needed`` are the save_ids of what this job was restored from: they stay until the next
         commit. ``buffers`` are the manager's own; asynchronous saves borrow them. Raises
         RunBusyError if another job holds the run.
         """
-        run = ground.claim(defer_deletes=settings.delete_grace_s > 0)
+        run = run_handle.claim(defer_deletes=settings.delete_grace_s > 0)
         try:
-            crew = cls(run, settings, tell, start, buffers=buffers)
+            workers = cls(run, settings, tell, start, buffers=buffers)
         except BaseException:
             run.release()  # otherwise the next try finds the run held by this very process
             raise
-        ground.before_release(crew.close)
-        crew._follow_pointer()
-        knows_its_place = crew._has_place
+        run_handle.before_release(workers.close)
+        workers._follow_pointer()
+        knows_its_place = workers._has_place
         # Directories cannot be replaced, so a job that has a place needs the earlier jobs' names too.
         if not knows_its_place or settings.names.main is Kind.DIRECTORY:
-            crew._look_back()
+            workers._look_back()
         # A job without a place must not delete: the checkpoints are another job's.
         if knows_its_place:
             # A job that died between a commit and its deletes left one checkpoint too many, and the next
             # save might not fit.
-            crew._let_go(run.seat, needed)
-        return crew
+            workers._let_go(run.session, needed)
+        return workers
 
-    def _hire_copier(self) -> Copier:
+    def _start_copier(self) -> Copier:
         settings = self._settings
         copier = Copier(
             self.run,
@@ -428,32 +428,32 @@ class Crew:
         Collective, no save under way. It is deleted if something was committed after it: files with
         fixed names cannot be replaced.
         """
-        seat, is_ours = self.run.seat, self._settings.names.is_ours
+        session, is_ours = self.run.session, self._settings.names.is_ours
 
         def decide(views: Views) -> str | None:
             seals = [live.seal for live in catalog(views) if is_ours(live.seal)]
             passed = (s for s in seals[:-1] if s.name == name and s.base != self.run.generation)
             return next((seal.save_id for seal in passed), None)
 
-        save_id = _ask(seat, "what has the name", lambda: seat.known.state, decide)
+        save_id = _ask(session, "what has the name", lambda: session.known.state, decide)
         if save_id is None:
             return  # retention deleted it, or it is the newest: then the save fails and says so
-        if seat.control.rank == 0:
+        if session.control.rank == 0:
             self._warn_of_replacing(name, save_id)
         self._follow_pointer(save_id)
-        self.retirer.delete(seat, save_id, reason="its step comes again", at_once=True)
+        self.retirer.delete(session, save_id, reason="its step comes again", at_once=True)
 
     def _look_back(self) -> None:
         """Find out what other jobs saved into the run or, if it is empty, its copies.
 
         Collective.
         """
-        seat, copies = self.run.seat, self._settings.copies
-        self._past = self._past_of(seat, lambda: seat.known.state)
+        session, copies = self.run.session, self._settings.copies
+        self._past = self._past_of(session, lambda: session.known.state)
         if self._past.saves or self._past.is_overwritten or self._start.is_empty or not copies:
             return
         try:
-            with open_copies(copies, seat.control) as there:
+            with open_copies(copies, session.control) as there:
                 found = [self._past_of(one, partial(_state_of, one)) for one in there]
         except CkptfsError as error:
             # A copy that cannot be reached is no reason not to save.
@@ -461,7 +461,7 @@ class Crew:
             return
         self._past = Past(tuple(save for past in found for save in past.saves))
 
-    def _past_of(self, seat: Seat, look: Callable[[], LogState | None]) -> Past:
+    def _past_of(self, session: RunSession, look: Callable[[], LogState | None]) -> Past:
         """Return what other jobs saved there under this manager's names. Collective."""
         mine, names = self.run.generation, self._settings.names
 
@@ -469,7 +469,7 @@ class Crew:
             seals = (live.seal for live in catalog(views))
             return tuple(
                 Earlier(
-                    seat.storage.uri(seal.name),
+                    session.storage.uri(seal.name),
                     seal.step,
                     seal.save_id,
                     seal.artifact is names.main and not seal.failure,
@@ -483,15 +483,15 @@ class Crew:
             found = saves(before)
             return Past(found or saves(views), is_overwritten=not found and bool(saves(views)))
 
-        return _ask(seat, "what earlier jobs saved", look, decide)
+        return _ask(session, "what earlier jobs saved", look, decide)
 
     def _tell_replaced(self, name: str) -> None:
         """Log, on the coordinator, that a save is about to replace an earlier job's."""
-        seat = self.run.seat
-        state = seat.known.state
-        if seat.control.rank != 0 or state is None or not state.saves.knows_name(name):
+        session = self.run.session
+        state = session.known.state
+        if session.control.rank != 0 or state is None or not state.saves.knows_name(name):
             return
-        taken = name_taken(name, {seat.placement.mine.id: state})
+        taken = save_named(name, {session.placement.mine.id: state})
         if taken is not None and taken.base != self.run.generation:
             self._warn_of_replacing(name, taken.save_id)
 
@@ -500,66 +500,70 @@ class Crew:
             why = f"restored step {self._start.step}"
         else:
             why = "begins again" if self._begins_again else "has come there by itself"
-        uri = self.run.seat.storage.uri(name)
+        uri = self.run.session.storage.uri(name)
         logger.warning("%s replaces save %s of an earlier job: this one %s", uri, save_id, why)
 
     # -- saving -------------------------------------------------------------------------
 
     def save(self, job: Job) -> SaveResult:
         """Save on the manager's thread. Collective; committed when it returns."""
-        result = self.saver.run(job, self.run.seat)
+        result = self.saver.run(job, self.run.session)
         self.saver.follow(
-            job.spec.artifact, self.run.seat, result, time.perf_counter() - job.started
+            job.spec.artifact, self.run.session, result, time.perf_counter() - job.started
         )
         return result
 
-    def save_aside(self, job: Job, begun: Callable[[PendingSave], None]) -> PendingSave:
+    def save_in_background(self, job: Job, begun: Callable[[PendingSave], None]) -> PendingSave:
         """Save in the background. Collective; returns when the tensors may be changed.
 
         ``begun`` receives the pending save, also if Ctrl-C is raised instead of returning it: the
         other ranks wait for it.
         """
-        aside, seat = self._aside_opened()
+        aside, session = self._opened_resources()
         pending = PendingSave(str(job.target), job.spec.step)
         if not isinstance(job, StateJob):
-            return self._save_later(job, aside, seat, pending, begun)
+            return self._save_later(job, aside, session, pending, begun)
         state, job = job.state, replace(job, state={})  # the worker must not keep tensors alive
 
         def save(staged: Share, watch: Watch) -> SaveResult:
-            result = self.saver.run(replace(job, state=staged), seat, watch)
+            result = self.saver.run(replace(job, state=staged), session, watch)
             # A small state may be committed before the caller has noticed that it was staged.
             futures.wait([pending.staged], timeout=_NOTICED_S)
-            self._follow(job, seat, result, pending)
+            self._follow(job, session, result, pending)
             return result
 
         assert isinstance(state, Mapping)  # noqa: S101 - staged below, never twice
-        compare = seat.control.size > 1
+        compare = session.control.size > 1
         try:
-            return begin_aside(state, pending, save, aside, compare_ranks=compare, tell=self._tell)
+            return begin_in_background(
+                state, pending, save, aside, compare_ranks=compare, tell=self._tell
+            )
         finally:
             begun(pending)
 
     def _save_later(
         self,
         job: Job,
-        aside: Aside,
-        seat: Seat,
+        resources: SaveResources,
+        session: RunSession,
         pending: PendingSave,
         begun: Callable[[PendingSave], None],
     ) -> PendingSave:
         """Save without staging: the files to save must not change until they are committed."""
 
         def save() -> SaveResult:
-            result = self.saver.run(job, seat, pending.watch())
-            self._follow(job, seat, result, pending)
+            result = self.saver.run(job, session, pending.watch())
+            self._follow(job, session, result, pending)
             return result
 
         pending.has_staged(None)
-        submit_pending(aside.worker, pending, save)
+        submit_pending(resources.worker, pending, save)
         begun(pending)
         return pending
 
-    def _follow(self, job: Job, seat: Seat, result: SaveResult, pending: PendingSave) -> None:
+    def _follow(
+        self, job: Job, session: RunSession, result: SaveResult, pending: PendingSave
+    ) -> None:
         """Run what follows a commit. Collective, on the worker's thread.
 
         If this rank hangs in its storage, its caller gets the result that all other ranks have by
@@ -570,8 +574,8 @@ class Crew:
             logger.warning("an error after the commit of %s: %s", result.uri, error)
             pending.succeed(result)
 
-        with hearing(seat.control, hangs):
-            self.saver.follow(job.spec.artifact, seat, result, pending.stall_s)
+        with hearing(session.control, hangs):
+            self.saver.follow(job.spec.artifact, session, result, pending.stall_s)
 
     def begin(
         self,
@@ -592,7 +596,7 @@ class Crew:
 
         def then(decision: Decision, sealed: Sequence[SealedPart]) -> None:
             result = self._result_of(decision, sealed, time.perf_counter() - began)
-            self.saver.follow(artifact, self.run.seat, result, 0.0)
+            self.saver.follow(artifact, self.run.session, result, 0.0)
 
         return begin_parts(
             self.run,
@@ -632,50 +636,50 @@ class Crew:
             return
         if alike:
             late = partial(_late, copier, timeout_s)
-            self.run.seat.control.step("wait for copies", late, _raise_first)
+            self.run.session.control.step("wait for copies", late, _raise_first)
         else:
             copier.wait(timeout_s)
         if self._start.step is not None or self._begins_again or self._at is not None:
-            self._let_go(self.run.seat)
+            self._let_go(self.run.session)
 
     def pin(self, save_id: str, *, pinned: bool) -> None:
         """Pin a save, or unpin it. Collective, with no save under way."""
-        self.retirer.pin(self.run.seat, save_id, pinned=pinned)
+        self.retirer.pin(self.run.session, save_id, pinned=pinned)
 
     def delete(self, save_id: str) -> None:
         """Delete a save. Collective, with no save under way."""
         # Before the entry: the pointer must never name a deleted save.
         self._follow_pointer(save_id)
         try:
-            self.retirer.delete(self.run.seat, save_id)
+            self.retirer.delete(self.run.session, save_id)
         finally:
             self._follow_pointer()  # back to the save, if it could not be deleted
 
-    def _follow_pointer(self, going: str | None = None) -> None:
-        """Let the pointer name the newest save but ``going``; log failures. Collective."""
+    def _follow_pointer(self, deleted: str | None = None) -> None:
+        """Let the pointer name the newest save but ``deleted``; log failures. Collective."""
         pointer, is_ours = self._settings.pointer, self._settings.names.is_ours
         if pointer is None:
             return
         try:
-            pointer.follow(self.run.seat, lambda s: is_ours(s) and s.save_id != going)
+            pointer.follow(self.run.session, lambda s: is_ours(s) and s.save_id != deleted)
         except CkptfsError as error:
             logger.warning(
                 "%s was not updated; it is updated after the next commit: %s", pointer.file, error
             )
 
-    def _aside_opened(self) -> tuple[Aside, Seat]:
-        """Return the worker's thread, buffers and seat. Collective at its first use."""
-        if self._aside is None or self._aside.seat is None:
-            control = self.run.seat.control.clone()
-            seat = replace(self.run.seat, control=control)
-            self._aside = Aside(SaveWorker("ckptfs-manager"), self._buffers, seat)
-            self._stack.callback(self._close_aside)
+    def _opened_resources(self) -> tuple[SaveResources, RunSession]:
+        """Return the worker's thread, buffers and session. Collective at its first use."""
+        if self._aside is None or self._aside.session is None:
+            control = self.run.session.control.clone()
+            session = replace(self.run.session, control=control)
+            self._aside = SaveResources(SaveWorker("ckptfs-manager"), self._buffers, session)
+            self._stack.callback(self._close_resources)
             # When the run is collected, no save is under way: its job would refer to the manager.
             self.run.closing.callback(self._aside.close, 0.0)
-        assert self._aside.seat is not None  # noqa: S101 - made with one
-        return self._aside, self._aside.seat
+        assert self._aside.session is not None  # noqa: S101 - made with one
+        return self._aside, self._aside.session
 
-    def _close_aside(self) -> None:
+    def _close_resources(self) -> None:
         if self._aside is not None and not self._hurried:
             self._aside.close()
 
@@ -685,26 +689,26 @@ class Crew:
         """Finish deleting what retention gave up, so that the space its policy needs is enough."""
         self.retirer.make_room()
 
-    def _point(self, seat: Seat, result: SaveResult) -> None:
+    def _point(self, session: RunSession, result: SaveResult) -> None:
         # Before retention: the pointer must never name what that deletes.
         if self._settings.pointer is not None:
-            self._settings.pointer.move(seat, Uri.parse(result.uri).name)
+            self._settings.pointer.move(session, Uri.parse(result.uri).name)
 
-    def _retain(self, seat: Seat, result: SaveResult) -> None:
+    def _retain(self, session: RunSession, result: SaveResult) -> None:
         # The copier first: from here on it needs this save, and retention asks it what it needs.
         if self._copier is not None:
             self._copier.after_commit(result)
         self._at = result.step
-        self._let_go(seat)
-        if not self._told_needs and len(result.per_rank) == seat.control.size:
+        self._let_go(session)
+        if not self._told_needs and len(result.per_rank) == session.control.size:
             self._told_needs = True
             self.retirer.log_needs(result.per_rank)
 
-    def _let_go(self, seat: Seat, needed: frozenset[str] = frozenset()) -> None:
+    def _let_go(self, session: RunSession, needed: frozenset[str] = frozenset()) -> None:
         """Run retention. Collective. A checkpoint that is further than this job has come stays."""
         at = self._start.step if self._at is None else self._at
         self.retirer.after_commit(
-            seat, self._roots() | needed, at=None if self._begins_again else at
+            session, self._roots() | needed, at=None if self._begins_again else at
         )
 
     def _roots(self) -> frozenset[str]:
@@ -744,7 +748,10 @@ def refuse_beginning(
 
 
 def _ask(
-    seat: Seat, label: str, look: Callable[[], LogState | None], decide: Callable[[Views], R]
+    session: RunSession,
+    label: str,
+    look: Callable[[], LogState | None],
+    decide: Callable[[Views], R],
 ) -> R:
     """Decide once for all ranks, by the logs of all owners. Collective.
 
@@ -752,28 +759,28 @@ def _ask(
     """
 
     def view(ids: Collection[str]) -> View | None:
-        state = look() if seat.placement.is_owner else None
-        return None if state is None else (seat.placement.mine.id, state.to_send(ids))
+        state = look() if session.placement.is_owner else None
+        return None if state is None else (session.placement.mine.id, state.to_send(ids))
 
     def decide_all(found: Sequence[View | None]) -> R:
         return decide(dict(one for one in found if one is not None))
 
-    return step_with_views(seat.control, label, view, lambda one: one, decide_all)
+    return step_with_views(session.control, label, view, lambda one: one, decide_all)
 
 
-def _before(mine: Generation, view: LogState) -> LogState:
-    """Return a log as it was before the fence of ``mine``, if that followed an overwrite.
+def _before(own: Generation, view: LogState) -> LogState:
+    """Return a log as it was before the fence of ``own``, if that followed an overwrite.
 
     While the overwrite was the newest fence, no catalog had the saves that it hid.
     """
     last = view.overwrites[-1].generation if view.overwrites else None
-    if last is None or view.generation != mine or last.number != mine.number - 1:
+    if last is None or view.generation != own or last.number != own.number - 1:
         return view
     return replace(view, fence=replace(view.fence, generation=last))
 
 
-def _state_of(seat: Seat) -> LogState | None:
-    found = drive(read_view(), seat.storage)
+def _state_of(session: RunSession) -> LogState | None:
+    found = drive(read_view(), session.storage)
     return None if found is None else found[1]
 
 

@@ -132,9 +132,9 @@ class ModuleObject:
             if isinstance(value, torch.Tensor)
             else saved.blank((*path, name)) or NOT_LOADED
             for name, _, value in self._entries()
-            if not (is_void(value) and not saved.is_there((*path, name)))
+            if not (is_void(value) and not saved.exists((*path, name)))
         }
-        return own or (NOT_LOADED if saved.is_there(path) else NOT_SAVED)
+        return own or (NOT_LOADED if saved.exists(path) else NOT_SAVED)
 
     def put(self, loaded: Any) -> None:
         """Load through load_state_dict, so that its hooks run."""
@@ -247,14 +247,14 @@ class OptimizerObject:
             )
         return found or NOT_LOADED
 
-    def _blank(self, saved: Saved, rest: Path, key: str) -> Any:
+    def _blank(self, saved: Saved, below: Path, key: str) -> Any:
         described = saved.tensor(key)
         if described is None:
             return NOT_LOADED
-        if rest[0] != "state" or len(rest) != 3:  # noqa: PLR2004 - state, parameter, name
+        if below[0] != "state" or len(below) != 3:  # noqa: PLR2004 - state, parameter, name
             return saved.blank_of(key)
-        parameter = self._parameters[self._numbers[str(rest[1])]]
-        present = self._optimizer.state.get(parameter, {}).get(rest[2])
+        parameter = self._parameters[self._numbers[str(below[1])]]
+        present = self._optimizer.state.get(parameter, {}).get(below[2])
         if isinstance(present, torch.Tensor) and present.size() == described.size:
             return saved.blank_of(key, present)
         if parameter.size() == described.size:
@@ -263,7 +263,7 @@ class OptimizerObject:
             # Sharded in a way that only the optimizer knows (factored moments): it has to make them.
             self._primed = True
             _torch.prime_optimizer(self._optimizer)
-            return self._blank(saved, rest, key)
+            return self._blank(saved, below, key)
         return saved.blank_of(key)
 
     def put(self, loaded: Any) -> None:
@@ -338,7 +338,7 @@ class StatefulObject:
         """Return the target for the form in which it was saved."""
         if saved.has(path):
             return NOT_LOADED
-        if not saved.is_there(path):
+        if not saved.exists(path):
             return NOT_SAVED if is_void(self._stateful.state_dict()) else NOT_LOADED
         return saved.blank(path, self._stateful.state_dict())
 

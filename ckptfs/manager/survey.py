@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ckptfs.commit.catalog.catalog import read_view
 from ckptfs.commit.delete.shared_data import file_key
-from ckptfs.commit.log.append import check_whole
+from ckptfs.commit.log.append import check_complete
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import List, Program, Refresh, StatOf
@@ -59,7 +59,7 @@ def look() -> Program[Sight]:
             return Sight()
         return Sight(unread=f"{LOG} has entries, and {CONTROL}/domain is missing")
     domain, state = view
-    checked = yield from check_whole(state)
+    checked = yield from check_complete(state)
     if checked.gap is not None:
         lost, there = checked.gap.missing, checked.gap.there
         why = f"entry {lost} is missing or cannot be seen, and entry {there} is there"

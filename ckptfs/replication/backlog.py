@@ -144,7 +144,7 @@ def plan_copies(
             newest = {(seal.artifact, seal.failure): seal.save_id for seal in wanted}
             wanted = [seal for seal in wanted if seal.save_id in newest.values()]
         case Every.ALL:
-            kept = _kept(wanted, copy, policy)
+            kept = _retained(wanted, copy, policy)
             wanted = [seal for seal in wanted if seal.save_id in kept]
     ids = {seal.save_id for seal in wanted}
     return Todo(
@@ -173,7 +173,7 @@ def reached(primary: Views, copy: Views, before: Reached | None = None) -> Reach
     return came
 
 
-def _kept(wanted: Sequence[Seal], copy: Views, policy: Policy) -> set[str]:
+def _retained(wanted: Sequence[Seal], copy: Views, policy: Policy) -> set[str]:
     """Return which of these saves the copy would keep once all of them were there."""
     there = [live.seal for live in catalog(copy)]
     after = plan_retention(_log_of([*there, *wanted]), policy.keep, policy.mine)

@@ -40,7 +40,7 @@ from ckptfs.commit.paths import METADATA
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.shared_attempt import AGAIN, origin_of
 from ckptfs.commit.save.spec import Committed, IfExists, SaveSpec, SmallFile, WrittenPart
-from ckptfs.commit.session import Seat, step_of
+from ckptfs.commit.session import RunSession, step_of
 from ckptfs.commit.state import part_name, piece
 from ckptfs.dcp.loading import read_metadata
 from ckptfs.dcp.metadata.metadata_reader import decode_metadata
@@ -108,7 +108,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _SourceReport:
     """What one rank reports. Owners send the manifest, for ranks that find none."""
 
     found: bool
@@ -122,7 +122,7 @@ class _Shown:
     manifest: Manifest | None
 
 
-def find_held(source: Seat, original: Original) -> Held:
+def find_held(source: RunSession, original: Original) -> Held:
     """Find all files of a checkpoint. Collective.
 
     Raises IncompleteCheckpointError if files or a domain are missing; it names the nodes that hold
@@ -136,16 +136,18 @@ def find_held(source: Seat, original: Original) -> Held:
 # -- sealed in a log ------------------------------------------------------------------------------
 
 
-def _find_sealed(source: Seat, seal: Seal) -> Held:
+def _find_sealed(source: RunSession, seal: Seal) -> Held:
     kept: list[Found] = []
 
-    def look() -> _Seen:
+    def look() -> _SourceReport:
         if source.placement.mine.id not in seal.domains:
-            return _Seen(found=False, manifest=None)  # this node joined after the save
+            return _SourceReport(found=False, manifest=None)  # this node joined after the save
         kept.append(_found_here(source, seal))
-        return _Seen(found=True, manifest=kept[0].manifest if source.placement.is_owner else None)
+        return _SourceReport(
+            found=True, manifest=kept[0].manifest if source.placement.is_owner else None
+        )
 
-    def decide(answers: Sequence[_Seen]) -> _Shown:
+    def decide(answers: Sequence[_SourceReport]) -> _Shown:
         here = {d.id for d in source.placement.domains}
         manifest = next((a.manifest for a in answers if a.manifest is not None), None)
         lost = [d for d in seal.domains if d not in here]
@@ -165,7 +167,7 @@ def _find_sealed(source: Seat, seal: Seal) -> Held:
     return Held(manifest, found, readers)
 
 
-def _found_here(source: Seat, seal: Seal) -> Found:
+def _found_here(source: RunSession, seal: Seal) -> Found:
     try:
         return drive(find(seal, source.caps.shape, source.storage.root), source.storage)
     except (NotFoundError, StaleError) as error:
@@ -178,7 +180,7 @@ def _found_here(source: Seat, seal: Seal) -> Found:
 
 
 def _lost(
-    lost: Sequence[str], manifest: Manifest | None, source: Seat, seal: Seal
+    lost: Sequence[str], manifest: Manifest | None, source: RunSession, seal: Seal
 ) -> IncompleteCheckpointError:
     hosts = {d.id: ", ".join(d.hosts) for d in (() if manifest is None else manifest.domains)}
     places = ", ".join(f"{d} ({hosts[d]})" if hosts.get(d) else d for d in lost)
@@ -192,7 +194,7 @@ def _lost(
 # -- without a log --------------------------------------------------------------------------------
 
 
-def _find_unlogged(source: Seat, name: str) -> Held:
+def _find_unlogged(source: RunSession, name: str) -> Held:
     if len(source.placement.domains) > 1:
         raise StateError(
             "it has no log to show which node has which file",
@@ -284,9 +286,9 @@ class Manner:
 
 
 def copy_checkpoint(
-    source: Seat,
+    source: RunSession,
     seal: Seal,
-    target: Seat,
+    target: RunSession,
     *,
     run: Generation | None = None,
     name: str | None = None,
@@ -296,7 +298,7 @@ def copy_checkpoint(
 ) -> SaveResult:
     """Copy a committed save to another run. Collective; committed and durable when it returns.
 
-    ``source`` and ``target`` are seats of the same ranks with one control; the source is only read.
+    ``source`` and ``target`` are sessions of the same ranks with one control; the source is only read.
     ``seal`` is the save's, as the source's catalog has it. ``run`` is the generation of the
     target's held run, which may replace an older save of the name; with None the name must be free.
     ``name`` and ``save_id`` are those in the target; None: as in the source. An id that was tried
@@ -342,7 +344,9 @@ def spec_of(
     )
 
 
-def copy_files(source: Seat, held: Held, attempt: Attempt, manner: Manner = Manner()) -> Committed:
+def copy_files(
+    source: RunSession, held: Held, attempt: Attempt, manner: Manner = Manner()
+) -> Committed:
     """Commit the save ``attempt`` from the files in ``held``.
 
     Collective; committed when it returns. Errors are those of ``copy_checkpoint``.
@@ -366,7 +370,7 @@ def copy_files(source: Seat, held: Held, attempt: Attempt, manner: Manner = Mann
 
 
 def copy_parts(
-    source: Seat,
+    source: RunSession,
     seal: Seal,
     target: Run,
     *,
@@ -396,7 +400,7 @@ def copy_parts(
     )
     try:
         manner = dataclasses.replace(manner, kept=False)
-        with _files_of_the_whole(source, seal, manner) as folder:
+        with _files_of_checkpoint(source, seal, manner) as folder:
             sealed = _copy_each_part(source, seal, target, ticket, manner)
             ticket.commit(sealed, metrics=dict(seal.metrics), beside=folder)
     except BaseException:
@@ -408,7 +412,7 @@ def copy_parts(
 
 
 def _copy_each_part(
-    source: Seat, seal: Seal, target: Run, ticket: Ticket, manner: Manner
+    source: RunSession, seal: Seal, target: Run, ticket: Ticket, manner: Manner
 ) -> list[SealedPart]:
     sealed = []
     # An abort spends a part's id, like that of any save: the next try needs other ids.
@@ -420,7 +424,7 @@ def _copy_each_part(
         name = part_name(ticket.uri.name, ref.name)
         part_id = f"{origin_of(ref.save_id)}{AGAIN}{again}" if again else ref.save_id
         spec = spec_of(held, one, name, target.generation, part_id)
-        attempt = PartAttempt(target.seat, plan, spec)
+        attempt = PartAttempt(target.session, plan, spec)
         committed = copy_files(source, held, attempt, manner)
         result = committed.result(str(ticket.uri / ref.name), seal.step, source.control.rank, 0.0)
         sealed.append(SealedPart(ref.name, plan.of, attempt.ref, result))
@@ -428,7 +432,7 @@ def _copy_each_part(
 
 
 @contextmanager
-def _files_of_the_whole(source: Seat, seal: Seal, manner: Manner) -> Iterator[str | None]:
+def _files_of_checkpoint(source: RunSession, seal: Seal, manner: Manner) -> Iterator[str | None]:
     """Yield a local directory with the files that are in no part; None if there are none."""
 
     def listed() -> tuple[str, tuple[FileRecord, ...]]:
@@ -460,7 +464,7 @@ def _files_of_the_whole(source: Seat, seal: Seal, manner: Manner) -> Iterator[st
         yield scratch
 
 
-def _check_stopped(stopped: threading.Event, source: Seat, seal: Seal) -> None:
+def _check_stopped(stopped: threading.Event, source: RunSession, seal: Seal) -> None:
     if stopped.is_set():
         raise StateError("the copy was stopped", uri=source.storage.uri(seal.name))
 
@@ -468,7 +472,7 @@ def _check_stopped(stopped: threading.Event, source: Seat, seal: Seal) -> None:
 # -- write ----------------------------------------------------------------------------------------
 
 
-def _write(source: Seat, held: Held, attempt: Attempt, manner: Manner) -> WrittenPart:
+def _write(source: RunSession, held: Held, attempt: Attempt, manner: Manner) -> WrittenPart:
     """Copy this rank's share of the files, with its domain's metadata if it must send that.
 
     Local.
@@ -484,36 +488,36 @@ def _write(source: Seat, held: Held, attempt: Attempt, manner: Manner) -> Writte
         part = copy_share(
             mine,
             manner.readable(source.storage, found.home, rank),
-            _place(attempt, kept=manner.kept),
+            _place(attempt, is_kept_open=manner.kept),
             held.manifest.save_id,
             manner.stopped,
             meter=meter,
             jobs=manner.jobs,
             tally=manner.tally,
         )
-    if attempt.spec.artifact is Kind.DIRECTORY or rank not in _tellers(held, attempt.seat):
+    if attempt.spec.artifact is Kind.DIRECTORY or rank not in _tellers(held, attempt.session):
         return part
     metadata = _moved(read_metadata(source.storage, found), tasks, held.manifest, attempt)
     return dataclasses.replace(part, payload=encode_metadata(metadata))
 
 
-def _place(attempt: Attempt, *, kept: bool) -> Writable:
+def _place(attempt: Attempt, *, is_kept_open: bool) -> Writable:
     """Return where files of an attempt go.
 
     Plain names are kept; on object stores they are final before the commit.
     """
-    domain, is_object = attempt.seat.placement.mine.id, attempt.keys.shape is Shape.OBJECT
+    domain, is_object = attempt.session.placement.mine.id, attempt.keys.shape is Shape.OBJECT
     storage, save_id = attempt.storage, attempt.save_id
     if attempt.spec.artifact is not Kind.DIRECTORY:
-        return Writable(storage, attempt.prefix, save_id, domain, kept=kept)
+        return Writable(storage, attempt.prefix, save_id, domain, kept=is_kept_open)
     guard = PlainNames(attempt) if is_object else None
     if guard is not None:
         guard.check()  # before the files as well, so that a conflict costs no upload
     prefix, held_by = f"{attempt.directory}/", None if is_object else domain
-    return Writable(storage, prefix, save_id, held_by, plain=True, guard=guard, kept=kept)
+    return Writable(storage, prefix, save_id, held_by, plain=True, guard=guard, kept=is_kept_open)
 
 
-def _tellers(held: Held, target: Seat) -> set[int]:
+def _tellers(held: Held, target: RunSession) -> set[int]:
     """Return the ranks that send their domain's metadata: one rank if the copy is one domain."""
     if len(target.placement.domains) == 1:
         return {min(held.everybody)}
@@ -553,7 +557,7 @@ def _finish(parts: Sequence[WrittenPart], held: Held, attempt: Attempt) -> dict[
     if attempt.spec.artifact is Kind.DIRECTORY:
         return {}
     payloads = [part.payload for part in parts if part.payload]
-    domains = attempt.seat.placement.domains
+    domains = attempt.session.placement.domains
     if len(domains) == 1:
         return {METADATA: payloads[0]}
     where = attempt.storage.uri(attempt.spec.name)

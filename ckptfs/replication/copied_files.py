@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckptfs.commit.delete.shared_data import file_key
-from ckptfs.commit.digests import BlockCheck, Check, FileDigests, WholeCheck, decode_digests
+from ckptfs.commit.digests import BlockCheck, Check, FileDigestCheck, FileDigests, decode_digests
 from ckptfs.commit.directory_checkpoints.read import ReadAhead, windows
 from ckptfs.commit.directory_checkpoints.write import BATCHED_BYTES, PlainNames
 from ckptfs.commit.manifest import FileRecord, Manifest, digest_of
@@ -222,7 +222,7 @@ class FileCopier:
         path = target.path(record, self._source_id)
         if target.plain:
             self._make_dir(target.key(path).rpartition("/")[0])
-        digest = self._whole(checks, path) if target.kept else None
+        digest = self._digest_if_complete(checks, path) if target.kept else None
         if digest is None:
             digest = self._bring(checks, path)
         return FileRecord(path, record.size_bytes, target.domain, None, digest or None)
@@ -243,7 +243,7 @@ class FileCopier:
 
     # -- what is there already ---------------------------------------------------------------
 
-    def _whole(self, checks: _Checks, path: str) -> str | None:
+    def _digest_if_complete(self, checks: _Checks, path: str) -> str | None:
         """Return the digest of a file that an earlier try copied; None if it is not there whole.
 
         The digest is "" if the sidecar has the digests.
@@ -267,7 +267,7 @@ class FileCopier:
         self._tally.add(kept_bytes=record.size_bytes, digests=check.compared)
         return digest
 
-    def _digest_of(self, checks: _Checks, there: Check) -> str | None:
+    def _digest_of(self, checks: _Checks, present: Check) -> str | None:
         """Return the digest of a file that is there; None if it differs from the source."""
         record = checks.record
         if checks.digests is not None:
@@ -277,10 +277,12 @@ class FileCopier:
         source = self._source
         with _reading(source, record):
             read = self._through(
-                source.storage, source.key(record), WholeCheck(None, checks.damaged)
+                source.storage, source.key(record), FileDigestCheck(None, checks.damaged)
             )
-        same = not isinstance(there, WholeCheck) or _whole_digest(there) == _whole_digest(read)
-        return _whole_digest(read) if same else None
+        same = not isinstance(present, FileDigestCheck) or _file_digest(present) == _file_digest(
+            read
+        )
+        return _file_digest(read) if same else None
 
     def _through(self, storage: Storage, key: str, check: Check) -> Check:
         """Pass all of a file through a check, and return the check."""
@@ -323,7 +325,7 @@ class FileCopier:
         guard.put(self._target.key(path), bytes(data))
         self._meter.advance(len(data))
         self._tally.add(sent_bytes=len(data), digests=check.compared)
-        return _whole_digest(check)
+        return _file_digest(check)
 
     def _stream(
         self, checks: _Checks, reader: DataReader, path: str, pool: ReadAhead, *, trusting: bool
@@ -356,7 +358,11 @@ class FileCopier:
         except StorageError as error:
             # Another process may have completed the same file of the same copy. After any other error
             # the file there may be the wrong one that this file was to replace.
-            digest = self._whole(checks, path) if target.kept and _taken_away(error) else None
+            digest = (
+                self._digest_if_complete(checks, path)
+                if target.kept and _was_removed(error)
+                else None
+            )
             if digest is None:
                 raise
             return digest
@@ -364,7 +370,7 @@ class FileCopier:
         self._tally.add(
             sent_bytes=record.size_bytes - kept, kept_bytes=kept, digests=check.compared
         )
-        return _whole_digest(check)
+        return _file_digest(check)
 
     def _resumed(self, checks: _Checks, writer: DataWriter) -> tuple[Check, int]:
         """Compare what an earlier try left; return the check to continue with, and the offset."""
@@ -430,19 +436,19 @@ class _Checks:
         """Return a check that has seen nothing, or everything before ``start``."""
         if self.digests is not None:
             return BlockCheck(self.digests, self.damaged, start)
-        return WholeCheck(self.record.digest, self.damaged)
+        return FileDigestCheck(self.record.digest, self.damaged)
 
 
-def _taken_away(error: StorageError) -> bool:
+def _was_removed(error: StorageError) -> bool:
     """Whether the unfinished file is gone or is another process's, which may have completed it."""
     gone = (NotFoundError, AlreadyExistsError)
     # The error of a vanished upload has the store's own error as its cause.
     return isinstance(error, gone) or isinstance(error.__cause__, NotFoundError)
 
 
-def _whole_digest(check: Check) -> str:
+def _file_digest(check: Check) -> str:
     """Return the digest of a whole file, "" if its blocks have digests."""
-    return check.digest if isinstance(check, WholeCheck) else ""
+    return check.digest if isinstance(check, FileDigestCheck) else ""
 
 
 @contextlib.contextmanager

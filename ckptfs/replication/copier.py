@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs.commit.catalog.catalog import live_of, part_of, read_view, unlogged
-from ckptfs.commit.catalog.locate import reading_seat
+from ckptfs.commit.catalog.locate import reading_session
 from ckptfs.commit.log.append import catch_up
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive
@@ -38,11 +38,11 @@ from ckptfs.commit.ownership.run import Caller
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.shared_attempt import AGAIN, ResumableAttempt, next_id, origin_of
 from ckptfs.commit.save.spec import Committed
-from ckptfs.commit.session import Place, Seat, agree_uri, control_for, open_seat
+from ckptfs.commit.session import Place, RunSession, agree_uri, control_for, open_session
 from ckptfs.commit.state import (
     Standing,
     catalog,
-    name_taken,
+    save_named,
     split_name,
     standing,
 )
@@ -103,21 +103,23 @@ __all__ = [
 View = tuple[str, LogState]
 
 
-def commit_copy(reading: Seat, writing: Seat, item: Item, manner: Manner) -> Committed | None:
+def commit_copy(
+    reading: RunSession, writing: RunSession, item: Item, manner: Manner
+) -> Committed | None:
     """Copy one checkpoint. Collective. None: another process committed the same copy first."""
     held = find_held(reading, item.original)
     save_id = _id_of(writing, item)
     with contextlib.ExitStack() as stack:
-        seat, generation = writing, None
+        session, generation = writing, None
         if item.status is Status.TO_REPLACE:
             run = stack.enter_context(
                 claim(writing, keep=(save_id,), caller=Caller("cp", for_call=True))
             )
-            seat, generation = run.seat, run.generation
+            session, generation = run.session, run.generation
         spec = spec_of(held, item.original.seal, item.name, generation, save_id)
         # Disks of several nodes have no single place that says what an earlier try copied.
-        single = len(seat.placement.domains) == 1
-        attempt = ResumableAttempt(seat, spec) if single else Attempt(seat, spec)
+        single = len(session.placement.domains) == 1
+        attempt = ResumableAttempt(session, spec) if single else Attempt(session, spec)
         try:
             return copy_files(reading, held, attempt, replace(manner, kept=single))
         except (ControlPlaneLostError, DeadlineError):
@@ -131,7 +133,7 @@ def commit_copy(reading: Seat, writing: Seat, item: Item, manner: Manner) -> Com
             raise
 
 
-def _id_of(writing: Seat, item: Item) -> str:
+def _id_of(writing: RunSession, item: Item) -> str:
     """Return the id of the copy: that of an interrupted try, if there is one. Collective."""
     if len(writing.placement.domains) > 1:
         fresh = f"{item.origin}{AGAIN}{secrets.token_hex(4)}"
@@ -146,20 +148,22 @@ def _id_of(writing: Seat, item: Item) -> str:
     return writing.control.step("copy id", lambda: None, decide)
 
 
-def _came_first(writing: Seat, item: Item) -> bool:
+def _came_first(writing: RunSession, item: Item) -> bool:
     """Whether another process has committed the same copy since. Collective."""
 
     def look() -> View | None:
         return drive(read_view(), writing.storage) if writing.placement.is_owner else None
 
-    def decide(seen: Sequence[View | None]) -> bool:
-        taken = name_taken(item.name, dict(s for s in seen if s is not None))
+    def decide(found: Sequence[View | None]) -> bool:
+        taken = save_named(item.name, dict(s for s in found if s is not None))
         return taken is not None and origin_of(taken.save_id) == item.origin
 
     return writing.control.step("who came first", look, decide)
 
 
-def _commit_parts(reading: Seat, writing: Seat, item: Item, manner: Manner) -> Committed:
+def _commit_parts(
+    reading: RunSession, writing: RunSession, item: Item, manner: Manner
+) -> Committed:
     """Copy one checkpoint of parts. Collective.
 
     The run is claimed, because only its owner commits what several groups wrote.
@@ -185,7 +189,7 @@ def _commit_parts(reading: Seat, writing: Seat, item: Item, manner: Manner) -> C
 _MISSING = (NotFoundError, IncompleteCheckpointError, StaleError)
 
 
-def gone_meanwhile(reading: Seat, item: Item, error: CkptfsError) -> bool:
+def gone_meanwhile(reading: RunSession, item: Item, error: CkptfsError) -> bool:
     """Whether the source lost this save while it was copied.
 
     Collective, after the same error on all ranks. True if the error says that files are missing,
@@ -202,8 +206,8 @@ def gone_meanwhile(reading: Seat, item: Item, error: CkptfsError) -> bool:
     def look() -> View | None:
         return drive(read_view(), reading.storage) if reading.placement.is_node_lead else None
 
-    def decide(seen: Sequence[View | None]) -> bool:
-        views = dict(s for s in seen if s is not None)
+    def decide(found: Sequence[View | None]) -> bool:
+        views = dict(s for s in found if s is not None)
         seal = item.original.seal
         if seal is None:
             try:
@@ -389,7 +393,7 @@ def _copy_one(
 
     into = control.step("into a run?", lambda: None, into_run)
     root = to if into else to.parent
-    with reading_seat(source[0], control, source[1]) as (reading, name):
+    with reading_session(source[0], control, source[1]) as (reading, name):
         plan = _planned(
             reading,
             (root, there),
@@ -405,14 +409,14 @@ def _copy_run(
 ) -> CopyReport:
     started = time.perf_counter()
     control.step("where to", lambda: None, lambda _: refuse_nested(*target, None))
-    with open_seat(source[0], control, source[1], write=False) as reading:
+    with open_session(source[0], control, source[1], write=False) as reading:
         plan = _planned(reading, target, options, lambda here: plan_run(here, wanted))
         copier = _Copier(reading, target, options, skips_gone=wanted.step is None)
         return copier.run(plan, str(source[0]), str(target[0]), started)
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _BothLogs:
     """What one rank sees of both logs; None if another rank reads them."""
 
     source: View | None
@@ -420,24 +424,24 @@ class _Seen:
 
 
 def _planned(
-    reading: Seat, target: Side, options: CopyOptions, decide: Callable[[Lookout], Plan]
+    reading: RunSession, target: Side, options: CopyOptions, decide: Callable[[Lookout], Plan]
 ) -> Plan:
     """Return the coordinator's plan from both catalogs. Collective, read-only."""
-    with open_seat(target[0], reading.control, target[1], write=False) as looking:
+    with open_session(target[0], reading.control, target[1], write=False) as looking:
 
-        def look() -> _Seen:
-            return _Seen(
+        def look() -> _BothLogs:
+            return _BothLogs(
                 drive(read_view(), reading.storage) if reading.placement.is_node_lead else None,
                 drive(read_view(), looking.storage) if looking.placement.is_node_lead else None,
             )
 
-        def choose(seen: Sequence[_Seen]) -> Plan:
+        def choose(reports: Sequence[_BothLogs]) -> Plan:
             return decide(
                 Lookout(
                     reading.storage,
                     reading.storage.root,
-                    dict(s.source for s in seen if s.source is not None),
-                    dict(s.target for s in seen if s.target is not None),
+                    dict(s.source for s in reports if s.source is not None),
+                    dict(s.target for s in reports if s.target is not None),
                     looking.storage,
                     options.overwrite,
                     who_am_i(reading.control.world).node,
@@ -449,13 +453,13 @@ def _planned(
 
 @dataclass(frozen=True, slots=True)
 class _Copier:
-    """Copies from a seat to another place of the same ranks, which is opened only if needed.
+    """Copies from a session to another place of the same ranks, which is opened only if needed.
 
     ``skips_gone``: leave out what the source deletes during the copy, if it was not requested by
     name.
     """
 
-    reading: Seat
+    reading: RunSession
     target: Side
     options: CopyOptions
     skips_gone: bool = False
@@ -465,14 +469,14 @@ class _Copier:
         done, warnings = [], list(plan.warnings)
         control = self.reading.control
         with contextlib.ExitStack() as stack:
-            writing: Seat | None = None
+            writing: RunSession | None = None
             for item in plan.items:
                 if not item.status.is_due or self.options.dry_run:
                     done.append(self._told(item))
                     continue
                 if writing is None:
                     root, there = self.target
-                    writing = stack.enter_context(open_seat(root, control, there, write=True))
+                    writing = stack.enter_context(open_session(root, control, there, write=True))
                 done.append(self._copy_or_skip(writing, item, warnings))
         return CopyReport(
             source,
@@ -490,7 +494,7 @@ class _Copier:
             item.name, item.kind.value, item.step, uri, None, item.status, item.size_bytes
         )
 
-    def _copy_or_skip(self, writing: Seat, item: Item, warnings: list[str]) -> Copied:
+    def _copy_or_skip(self, writing: RunSession, item: Item, warnings: list[str]) -> Copied:
         try:
             with _in_words_of_a_copy(item):
                 return self._copy(writing, item, warnings)
@@ -502,7 +506,7 @@ class _Copier:
         warnings.append(f"{item.name} was deleted from the source before it was copied")
         return self._told(replace(item, status=Status.GONE))
 
-    def _copy(self, writing: Seat, item: Item, warnings: list[str]) -> Copied:
+    def _copy(self, writing: RunSession, item: Item, warnings: list[str]) -> Copied:
         started, control = time.perf_counter(), self.reading.control
         seal = item.original.seal
         manner = Manner(
@@ -576,8 +580,8 @@ def gather(
         here = Place({**options_of(source), **(storage_options or {})})
         there = Place({**options_of(target), **(target_options or {})})
         with (
-            reading_seat(at, control, here) as (reading, name),
-            open_seat(to.parent, control, there, write=True) as writing,
+            reading_session(at, control, here) as (reading, name),
+            open_session(to.parent, control, there, write=True) as writing,
         ):
             one = control.step(
                 "which to copy",
@@ -603,15 +607,15 @@ def gather(
             )
 
 
-def _look(reading: Seat, writing: Seat) -> _Seen:
-    return _Seen(
+def _look(reading: RunSession, writing: RunSession) -> _BothLogs:
+    return _BothLogs(
         drive(read_view(), reading.storage) if reading.placement.is_node_lead else None,
         drive(read_view(), writing.storage) if writing.placement.is_owner else None,
     )
 
 
-def _choose(seen: Sequence[_Seen], name: str, at: Uri) -> One:
-    views = dict(s.source for s in seen if s.source is not None)
+def _choose(reports: Sequence[_BothLogs], name: str, at: Uri) -> One:
+    views = dict(s.source for s in reports if s.source is not None)
     step, part = split_name(name)
     whole = live_of(step, views, at)
     if whole is None:
@@ -622,4 +626,6 @@ def _choose(seen: Sequence[_Seen], name: str, at: Uri) -> One:
             "checkpoint without a log too",
         )
     seal = whole if part is None else part_of(whole, part, at)[0]
-    return One(seal, fresh_id(seal.save_id, dict(s.target for s in seen if s.target is not None)))
+    return One(
+        seal, fresh_id(seal.save_id, dict(s.target for s in reports if s.target is not None))
+    )

@@ -25,7 +25,7 @@ from ckptfs.commit.catalog.unlogged import (
     Beside,
     check_unlogged,
     list_unlogged,
-    look_beside,
+    look_at_directory,
     newest,
 )
 from ckptfs.commit.log.entries import GENESIS, Kind, Seal
@@ -34,7 +34,7 @@ from ckptfs.commit.ownership.lease import alive_here, describe
 from ckptfs.commit.paths import CONTROL, DOMAIN, SHARED
 from ckptfs.commit.save.shared_attempt import origin_of
 from ckptfs.commit.session import Place
-from ckptfs.commit.state import Views, catalog, history, latest, name_taken, piece, split_name
+from ckptfs.commit.state import Views, catalog, history, latest, piece, save_named, split_name
 from ckptfs.errors import (
     AccessError,
     AmbiguousCheckpointError,
@@ -167,7 +167,7 @@ def loose_at(name: str, views: Views, storage: Storage) -> Loose | None:
 
 def _beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
     yield Refresh(name)
-    return (yield from look_beside(name, views, root))
+    return (yield from look_at_directory(name, views, root))
 
 
 def told_if_held(views: Views, node: str, name: str) -> tuple[str, ...]:
@@ -340,7 +340,7 @@ def plan_one(here: Lookout, name: str, target_name: str | None) -> Plan:
     if whole is not None and part is not None:
         seal = part_of(whole, part, where)[0]
     item = _described(here, Original(name, seal), target_name or name.rpartition("/")[2])
-    placed = (_placed(here, item, told=True),)
+    placed = (_placed(here, item, is_given=True),)
     return Plan(placed, _warnings(here, placed))
 
 
@@ -362,7 +362,7 @@ def plan_run(here: Lookout, wanted: Wanted) -> Plan:
             if wanted.step is not None:
                 raise
             return None  # it was removed after it was listed
-        return _placed(here, item, told=wanted.is_told)
+        return _placed(here, item, is_given=wanted.is_told)
 
     with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptfs-look") as pool:
         found = list(pool.map(look, originals))
@@ -410,7 +410,7 @@ def _refuse_unlogged(here: Lookout) -> None:
 
 def _warnings(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
     notes = tuple(item.note for item in items if item.note)
-    return (*notes, *_going_back(here, items), *_held(here, items))
+    return (*notes, *_rolls_back(here, items), *_held(here, items))
 
 
 def _held(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
@@ -419,7 +419,7 @@ def _held(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
     return () if last is None else told_if_held(here.target, here.node, last.name)
 
 
-def _going_back(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
+def _rolls_back(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
     """Return a warning if the target's latest will be older than one that it has."""
     order = [origin_of(live.seal.save_id) for live in history(here.source)]
     training = [i for i in items if i.kind is Kind.CHECKPOINT and not i.failure]
@@ -427,9 +427,9 @@ def _going_back(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
     there = latest(here.target, Kind.CHECKPOINT)
     if last is None or there is None:
         return ()
-    newest_there = origin_of(there.seal.save_id)
-    known = last.origin in order and newest_there in order
-    if not known or order.index(last.origin) >= order.index(newest_there):
+    newest_unlogged = origin_of(there.seal.save_id)
+    known = last.origin in order and newest_unlogged in order
+    if not known or order.index(last.origin) >= order.index(newest_unlogged):
         return ()
     warning = (
         f"the latest there will be {last.name}, which is older than {there.seal.name}: the order of "
@@ -480,9 +480,9 @@ def _size_of(here: Lookout, seal: Seal) -> int | None:
     )
 
 
-def _placed(here: Lookout, item: Item, *, told: bool) -> Item:
+def _placed(here: Lookout, item: Item, *, is_given: bool) -> Item:
     """Return the item with what is to be done about it, by what has the name at the target."""
-    taken = name_taken(item.name, here.target)
+    taken = save_named(item.name, here.target)
     if taken is not None:
         if origin_of(taken.save_id) == item.origin:
             return replace(item, status=Status.THERE)
@@ -499,7 +499,7 @@ def _placed(here: Lookout, item: Item, *, told: bool) -> Item:
             "those of the copy"
         )
         return replace(item, status=Status.TO_REPLACE, note=note)
-    if not told and _was_there(here, item):
+    if not is_given and _was_there(here, item):
         return replace(item, status=Status.DELETED)
     return item
 

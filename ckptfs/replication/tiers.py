@@ -7,7 +7,7 @@
                                of the primary from here on        round   of each copy
 
     drain.round(views)
-      open     seat, claim (RunBusyError: another job fills the copy)  at the first round, then held
+      open     session, claim (RunBusyError: another job fills the copy)  at the first round, then held
       plan     both logs folded -> what to copy, in commit order       coordinator
       copy     one save after another: CopyCommitted, or CopyFailed
       retain   the copy's own retention, after each commit
@@ -42,7 +42,15 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import Mode, Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run
 from ckptfs.commit.save.shared_attempt import origin_of
-from ckptfs.commit.session import Known, Place, Seat, View, agree_uri, open_seat, step_with_views
+from ckptfs.commit.session import (
+    Known,
+    Place,
+    RunSession,
+    View,
+    agree_uri,
+    open_session,
+    step_with_views,
+)
 from ckptfs.commit.state import Views, catalog
 from ckptfs.control.control import Control
 from ckptfs.errors import (
@@ -59,7 +67,7 @@ from ckptfs.errors import (
 from ckptfs.events import CopyCommitted, CopyFailed, Event, Retained, SaveResult
 from ckptfs.replication.backlog import Every, One, Policy, Reached, Todo, plan_copies
 from ckptfs.replication.checkpoint_copy import Manner, copy_checkpoint, copy_parts
-from ckptfs.retention.deletion import Clock, Rest, Retirer, Tell
+from ckptfs.retention.deletion import Backoff, Clock, Retirer, Tell
 from ckptfs.retention.policy import Keep
 from ckptfs.topology.storage_domains import Scope
 from ckptfs.uri import Uri, options_of
@@ -95,7 +103,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _RankReport:
     """What one rank contributes to a round."""
 
     urgent: bool
@@ -121,7 +129,7 @@ class _RoundNeeds:
 class _Tries:
     """The results of earlier tries.
 
-    Only the coordinator plans, so only its ``settled`` and ``rest`` matter.
+    Only the coordinator plans, so only its ``settled`` and ``backoff`` matter.
 
     Attributes:
         ids: The ids that were tried.
@@ -133,14 +141,14 @@ class _Tries:
     damaged: Counter[str] = field(default_factory=Counter)
     settled: set[str] = field(default_factory=set)
     reached: Reached | None = None
-    rest: Rest = field(default_factory=Rest)
+    backoff: Backoff = field(default_factory=Backoff)
 
 
 class Drain:
     """One copy. Only the copier's thread calls it, over the control of ``source``."""
 
     def __init__(
-        self, source: Seat, goal: Goal, tell: Tell, stopped: threading.Event, clock: Clock
+        self, source: RunSession, goal: Goal, tell: Tell, stopped: threading.Event, clock: Clock
     ) -> None:
         self._source, self._goal, self._tell = source, goal, tell
         self._stopped, self._clock = stopped, clock
@@ -165,7 +173,7 @@ class Drain:
         if the ranks lost each other.
         """
         control = self._source.control
-        said = _Said(urgent, self._stopped.is_set())
+        said = _RankReport(urgent, self._stopped.is_set())
         turn = control.step("copy: turn", lambda: said, lambda all_: self._turn(views, all_))
         if turn.rests:
             return turn.waits
@@ -174,7 +182,7 @@ class Drain:
             copies = step_with_views(
                 control,
                 "copy: plan",
-                lambda ids: self._survey(run.seat, (*ids, *turn.ids)),
+                lambda ids: self._survey(run.session, (*ids, *turn.ids)),
                 lambda view: view,
                 lambda found: self._plan(views, _views(found), run),
             ).copies
@@ -198,22 +206,22 @@ class Drain:
 
     # -- on the coordinator ---------------------------------------------------------------
 
-    def _turn(self, views: Views, said: Sequence[_Said]) -> _RoundNeeds:
+    def _turn(self, views: Views, reports: Sequence[_RankReport]) -> _RoundNeeds:
         waits = [x.seal for x in catalog(views) if not self.is_settled(x.seal.save_id)]
-        rests = self._clock() < self._tries.rest.until_s and not any(s.urgent for s in said)
+        rests = self._clock() < self._tries.backoff.until_s and not any(s.urgent for s in reports)
         return _RoundNeeds(
-            rests or not waits or any(s.stopped for s in said),
+            rests or not waits or any(s.stopped for s in reports),
             tuple(seal.name for seal in waits),
             tuple(seal.save_id for seal in waits),
         )
 
-    def _plan(self, views: Views, there: Views, run: Run) -> Todo:
-        if any(view.generation > run.generation for view in there.values()):
+    def _plan(self, views: Views, target_views: Views, run: Run) -> Todo:
+        if any(view.generation > run.generation for view in target_views.values()):
             raise FencedError("another job took the copy's run", uri=run.uri)
         given_up = [s for s, n in self._tries.damaged.items() if n >= self._goal.attempts]
         todo = plan_copies(
             views,
-            there,
+            target_views,
             self._goal.policy,
             given_up=given_up,
             tried=self._tries.ids,
@@ -230,9 +238,9 @@ class Drain:
             control, goal = self._source.control, self._goal
             with contextlib.ExitStack() as stack:
                 root = agree_uri(control, goal.uri)
-                seat = stack.enter_context(open_seat(root, control, goal.place, write=True))
+                session = stack.enter_context(open_session(root, control, goal.place, write=True))
                 run = claim(
-                    seat,
+                    session,
                     Mode.RESUME,
                     goal.takeover,
                     defer_deletes=goal.grace_s > 0,
@@ -249,12 +257,12 @@ class Drain:
             )
         return self._run
 
-    def _survey(self, seat: Seat, ids: Collection[str]) -> View | None:
-        if not seat.placement.is_owner:
+    def _survey(self, session: RunSession, ids: Collection[str]) -> View | None:
+        if not session.placement.is_owner:
             return None
-        state = drive(catch_up_again(seat.fold_from), seat.storage)
-        seat.known.learn(state)
-        return seat.placement.mine.id, state.to_send(ids) if self.is_planned else state
+        state = drive(catch_up_again(session.fold_from), session.storage)
+        session.known.learn(state)
+        return session.placement.mine.id, state.to_send(ids) if self.is_planned else state
 
     def _copy(self, one: One, run: Run, views: Views) -> bool:
         """Copy one save; return whether to continue with the next."""
@@ -266,13 +274,13 @@ class Drain:
         self._tries.settled.add(one.seal.save_id)
         if self._tries.reached is not None:
             self._tries.reached = self._tries.reached.with_save(one.seal, views)
-        self._tries.rest = Rest()
+        self._tries.backoff = Backoff()
         uri = str(self._source.storage.uri(one.seal.name))
         logger.info("%s is copied to %s", uri, result.uri)
         self._tell(CopyCommitted(uri, result.uri, result.total.size_bytes, result.wall_s))
         if self._retirer is not None:
             at = None if self._goal.begin_again else one.seal.step
-            self._retirer.after_commit(run.seat, at=at)
+            self._retirer.after_commit(run.session, at=at)
         return True
 
     def _copied(self, one: One, run: Run) -> SaveResult:
@@ -283,7 +291,7 @@ class Drain:
             return copy_checkpoint(
                 self._source,
                 seal,
-                run.seat,
+                run.session,
                 run=run.generation,
                 save_id=one.save_id,
                 stopped=self._stopped,
@@ -299,7 +307,7 @@ class Drain:
             manner=manner,
             replaces=replaces,
         )
-        uri, wall_s = str(run.seat.storage.uri(seal.name)), time.perf_counter() - began
+        uri, wall_s = str(run.session.storage.uri(seal.name)), time.perf_counter() - began
         return committed.result(uri, seal.step, self._source.control.rank, wall_s)
 
     def _free_name(self, seal: Seal, run: Run) -> None:
@@ -316,9 +324,9 @@ class Drain:
             return None if taken is None or origin_of(taken.save_id) == origin else taken.save_id
 
         save_id = step_with_views(
-            run.seat.control,
+            run.session.control,
             "copy: what has the name",
-            lambda ids: self._survey(run.seat, ids),
+            lambda ids: self._survey(run.session, ids),
             lambda view: view,
             decide,
         )
@@ -326,7 +334,7 @@ class Drain:
             raise AssertionError("made with the run")
         if save_id is not None:
             logger.warning("save %s of %s in a copy is replaced", save_id, seal.name)
-            retirer.delete(run.seat, save_id, reason="its step comes again", at_once=True)
+            retirer.delete(run.session, save_id, reason="its step comes again", at_once=True)
         retirer.make_room()
 
     def _failed(self, one: One, error: CkptfsError) -> bool:
@@ -345,7 +353,7 @@ class Drain:
                 self._tries.settled.add(one.seal.save_id)
                 logger.error("%s is damaged, so it is not copied: %s", one.seal.name, error)
                 return True
-        first = self._tries.rest.failed(self._clock())
+        first = self._tries.backoff.failed(self._clock())
         level = logging.WARNING if first else logging.INFO
         logger.log(level, "%s is copied later: %s", one.seal.name, error)
         return False
@@ -359,7 +367,7 @@ class Drain:
         if isinstance(error, FencedError):
             self._give_the_copy_up(error)
             return
-        if self._tries.rest.failed(self._clock()):
+        if self._tries.backoff.failed(self._clock()):
             self._tell_failure(self._source.storage.root, error)
             logger.warning("copies to %s are waiting: %s", self._goal.uri, error)
         else:
@@ -464,18 +472,20 @@ def copies_of(given: Sequence[Any], run_uri: Any) -> tuple[Copy, ...]:
 
 
 @contextlib.contextmanager
-def open_copies(copies: Sequence[Copy], control: Control) -> Iterator[tuple[Seat, ...]]:
-    """Yield read-only seats of the copies, for a restore from the place that is furthest.
+def open_copies(copies: Sequence[Copy], control: Control) -> Iterator[tuple[RunSession, ...]]:
+    """Yield read-only sessions of the copies, for a restore from the place that is furthest.
 
     Collective. A copy that was never written is an empty run. A copy that cannot be reached is an
     error: it may hold the newest checkpoint, and only a person may decide to continue without it.
     """
     with contextlib.ExitStack() as stack:
-        seats = []
+        sessions = []
         for copy in copies:
             root = agree_uri(control, copy.uri)
-            seats.append(stack.enter_context(open_seat(root, control, copy.place, write=False)))
-        yield tuple(seats)
+            sessions.append(
+                stack.enter_context(open_session(root, control, copy.place, write=False))
+            )
+        yield tuple(sessions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,7 +515,7 @@ class Copier:
         self,
         run: Run,
         copies: Sequence[Copy],
-        mine: Callable[[Seal], bool],
+        is_ours: Callable[[Seal], bool],
         *,
         takeover: Takeover = Takeover.AUTO,
         grace_s: float = 0.0,
@@ -513,17 +523,19 @@ class Copier:
         tell: Tell = lambda _: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._control = run.seat.control.clone()
+        self._control = run.session.control.clone()
         self._stopped = threading.Event()
         # A fold of its own: saves update theirs on another thread.
-        self._source = replace(run.seat, control=self._control, known=Known(run.seat.known.state))
+        self._source = replace(
+            run.session, control=self._control, known=Known(run.session.known.state)
+        )
         self._drains = tuple(
             Drain(
                 self._source,
                 Goal(
                     copy.uri,
                     copy.place,
-                    Policy(copy.keep, Every(copy.every), mine),
+                    Policy(copy.keep, Every(copy.every), is_ours),
                     copy.attempts,
                     takeover,
                     grace_s,
@@ -536,7 +548,7 @@ class Copier:
             for copy in copies
         )
         self._lock = threading.Lock()
-        self._known = self._first_known(run.seat)
+        self._known = self._first_known(run.session)
         self._turns: _Turns = queue.SimpleQueue()
         self._closed = False
         self._apart = False  # whether the ranks have lost contact with each other
@@ -666,7 +678,7 @@ class Copier:
         whole = not all(drain.is_planned for drain in self._drains)
         return self._source.placement.mine.id, state if whole else state.to_send(ids)
 
-    def _first_known(self, seat: Seat) -> set[str]:
+    def _first_known(self, session: RunSession) -> set[str]:
         """Return all live saves: they wait until the catalogs were compared. Collective."""
         kept: list[set[str]] = []
 
@@ -675,7 +687,9 @@ class Copier:
             seals = [live.seal for live in catalog(views)]
             kept.append({seal.save_id for seal in seals})
 
-        step_with_views(seat.control, "copy: what there is", self._look, lambda view: view, gather)
+        step_with_views(
+            session.control, "copy: what there is", self._look, lambda view: view, gather
+        )
         return kept[0] if kept else set()
 
 

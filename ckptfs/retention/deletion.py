@@ -33,8 +33,8 @@ from ckptfs.commit.decisions import (
     Refusal,
     half_deleted,
     inherited_pins,
+    reason_to_keep,
     waiting,
-    why_kept,
 )
 from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, pin, retire
 from ckptfs.commit.log.append import Appended, Refused, catch_up_again
@@ -43,7 +43,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive, take_turns
 from ckptfs.commit.ownership.background_owner import Background
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.session import Seat, View, step_with_views
+from ckptfs.commit.session import RunSession, View, step_with_views
 from ckptfs.commit.state import catalog, seal_of
 from ckptfs.errors import (
     CkptfsError,
@@ -61,7 +61,7 @@ from ckptfs.retention.policy import (
     short_of,
 )
 
-__all__ = ["Clock", "Eraser", "Rest", "Retirer", "Tell", "failure_of"]
+__all__ = ["Backoff", "Clock", "Eraser", "Retirer", "Tell", "failure_of"]
 
 logger = logging.getLogger("ckptfs.retention")
 
@@ -73,7 +73,7 @@ Clock = Callable[[], float]  # seconds that only grow: time.monotonic
 
 
 @dataclass(slots=True)
-class Rest:
+class Backoff:
     """How often something failed in a row, and when it may be tried again."""
 
     failures: int = 0
@@ -91,7 +91,7 @@ class Rest:
 
 
 @dataclass(slots=True)
-class _Doomed:
+class _PendingDelete:
     """A deleted save with bytes in this domain.
 
     Attributes:
@@ -102,7 +102,7 @@ class _Doomed:
     seal: Seal
     reason: str
     due_s: float
-    rest: Rest
+    backoff: Backoff
     busy: bool = False
 
 
@@ -114,7 +114,7 @@ class Eraser:
         self._background = Background()
         self._background.end_with(self)
         self._lock = threading.Lock()
-        self._doomed: dict[str, _Doomed] = {}
+        self._pending: dict[str, _PendingDelete] = {}
         self._timer: threading.Timer | None = None
         self._closed = False
 
@@ -128,8 +128,10 @@ class Eraser:
         due_s = self._clock() + (0.0 if at_once else self._grace_s)
         with self._lock:
             for seal in seals:
-                self._run.seat.spared.add(seal.save_id)
-                self._doomed.setdefault(seal.save_id, _Doomed(seal, reason, due_s, Rest()))
+                self._run.session.spared.add(seal.save_id)
+                self._pending.setdefault(
+                    seal.save_id, _PendingDelete(seal, reason, due_s, Backoff())
+                )
 
     def go_on(self, *, again: bool = False) -> None:
         """Begin to remove what is due. ``again``: also what failed before."""
@@ -139,21 +141,21 @@ class Eraser:
                 return
             ready = [
                 d
-                for d in self._doomed.values()
+                for d in self._pending.values()
                 if d.due_s <= now
                 and not d.busy
-                and (d.rest.failures == 0 or (again and d.rest.until_s <= now))
+                and (d.backoff.failures == 0 or (again and d.backoff.until_s <= now))
             ]
-            for doomed in ready:
-                doomed.busy = True
+            for pending in ready:
+                pending.busy = True
             self._arm(now)
-        for doomed in ready:
-            what = f"removing {doomed.seal.name}"
-            self._background.submit(what, lambda d=doomed: self._erase(d))  # type: ignore[misc]
+        for pending in ready:
+            what = f"removing {pending.seal.name}"
+            self._background.submit(what, lambda d=pending: self._erase(d))  # type: ignore[misc]
 
     def _arm(self, now_s: float) -> None:
         """Set one timer, for the first grace that ends."""
-        due = [d.due_s for d in self._doomed.values() if d.due_s > now_s]
+        due = [d.due_s for d in self._pending.values() if d.due_s > now_s]
         if self._timer is None and due:
             # Weak: during a grace of hours, the timer would keep the run of an abandoned manager.
             self._timer = threading.Timer(min(due) - now_s, _ring, [weakref.ref(self)])
@@ -166,35 +168,39 @@ class Eraser:
             self._timer = None
         self.go_on()
 
-    def _erase(self, doomed: _Doomed) -> None:
-        seat, seal = self._run.seat, doomed.seal
-        again = doomed.rest.failures > 0
+    def _erase(self, pending: _PendingDelete) -> None:
+        session, seal = self._run.session, pending.seal
+        again = pending.backoff.failures > 0
         holder = self._run.generation
-        program = erase_retired(seal.save_id, seat.means(), holder, seat.fold_from, again=again)
+        program = erase_retired(
+            seal.save_id, session.means(), holder, session.fold_from, again=again
+        )
         try:
-            turns = take_turns(program, seat.turn)
-            what, state = seat.drive_aside(turns, self._background)
+            turns = take_turns(program, session.turn)
+            what, state = session.drive_in_background(turns, self._background)
         except (CkptfsError, OSError) as error:
             with self._lock:
-                doomed.busy = False
-            self._tell(failure_of(seat, seal, error, first=doomed.rest.failed(self._clock())))
+                pending.busy = False
+            self._tell(
+                failure_of(session, seal, error, first=pending.backoff.failed(self._clock()))
+            )
             return
-        seat.known.learn(state)
+        session.known.learn(state)
         with self._lock:
-            doomed.busy = False
+            pending.busy = False
             if what is Erasure.LATER:
-                doomed.rest.failed(self._clock())
+                pending.backoff.failed(self._clock())
                 return
-            self._doomed.pop(seal.save_id, None)
-        seat.spared.discard(seal.save_id)
+            self._pending.pop(seal.save_id, None)
+        session.spared.discard(seal.save_id)
         if what is Erasure.GONE:
-            self._tell(Deleted(str(seat.storage.uri(seal.name)), seal.save_id, doomed.reason))
+            self._tell(Deleted(str(session.storage.uri(seal.name)), seal.save_id, pending.reason))
 
     def debris(self) -> int:
         """Return how many saves still have bytes although their grace is over."""
         now = self._clock()
         with self._lock:
-            return sum(1 for d in self._doomed.values() if d.due_s <= now)
+            return sum(1 for d in self._pending.values() if d.due_s <= now)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the removals that have begun, for up to ``timeout_s`` seconds.
@@ -212,9 +218,9 @@ class Eraser:
             timer.cancel()
         done = self._background.close(timeout_s)
         with self._lock:
-            left = len(self._doomed)
+            left = len(self._pending)
         if left:
-            where = self._run.seat.storage.root
+            where = self._run.session.storage.root
             logger.info("%d deleted saves in %s are left for the next owner to remove", left, where)
         return done
 
@@ -225,9 +231,11 @@ def _ring(eraser: weakref.ref[Eraser]) -> None:
         alive.ring()
 
 
-def failure_of(seat: Seat, seal: Seal, error: BaseException, *, first: bool) -> DeleteFailed:
+def failure_of(
+    session: RunSession, seal: Seal, error: BaseException, *, first: bool
+) -> DeleteFailed:
     """Return the event of a failed delete; log it as a warning the first time."""
-    uri = seat.storage.uri(seal.name)
+    uri = session.storage.uri(seal.name)
     level = logging.WARNING if first else logging.DEBUG
     logger.log(level, "%s could not be deleted and is tried again later: %s", uri, error)
     return DeleteFailed(str(uri), seal.save_id, str(error))
@@ -239,7 +247,7 @@ ENTRY_S = 10.0  # how long to try an entry that no caller waits for: the next co
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _RankReport:
     """What one rank contributes.
 
     Attributes:
@@ -287,26 +295,26 @@ class Retirer:
         self,
         run: Run,
         keep: Keep,
-        mine: Callable[[Seal], bool],
+        is_ours: Callable[[Seal], bool],
         *,
         grace_s: float = 0.0,
         tell: Tell = lambda _: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._run, self._keep, self._mine = run, keep, mine
+        self._run, self._keep, self._mine = run, keep, is_ours
         self._tell, self._clock = tell, clock
-        self._unentered: dict[str, Rest] = {}
+        self._unentered: dict[str, Backoff] = {}
         self._eraser: Eraser | None = None
-        if run.seat.placement.is_owner:
+        if run.session.placement.is_owner:
             self._eraser = Eraser(run, grace_s, tell, clock)
-            state = run.seat.known.state
+            state = run.session.known.state
             self._eraser.adopt([] if state is None else waiting(state))
             self._eraser.go_on()
 
     def after_commit(
-        self, seat: Seat, roots: Collection[str] = (), *, at: int | None = None
+        self, session: RunSession, roots: Collection[str] = (), *, at: int | None = None
     ) -> Retained | None:
-        """Delete what the policy does not keep. Collective on the seat's control, after a commit.
+        """Delete what the policy does not keep. Collective on the session's control, after a commit.
 
         ``roots`` are save_ids that this rank still needs; those of all ranks count. ``at`` is the
         step that the run has reached, equal on all ranks: later steps stay; with None they do not.
@@ -315,7 +323,7 @@ class Retirer:
         """
         retained = None
         try:
-            retained = self._retain(seat, roots, at)
+            retained = self._retain(session, roots, at)
             self._tell(retained)
         except CkptfsError as error:
             logger.warning("retention failed and tries again after the next commit: %s", error)
@@ -324,25 +332,25 @@ class Retirer:
             self._eraser.go_on(again=True)
         return retained
 
-    def pin(self, seat: Seat, save_id: str, *, pinned: bool = True) -> None:
+    def pin(self, session: RunSession, save_id: str, *, pinned: bool = True) -> None:
         """Keep a save whatever the policy says, until it is unpinned.
 
         Collective; survives restarts. Raises NotFoundError if it is not a live save of the run,
         FencedError if a newer owner has the run, and CollectiveError if an owner could not write: a
         pin may then be set all the same, an unpinning is not.
         """
-        where = seat.storage.uri("")
+        where = session.storage.uri("")
 
-        def live(said: Sequence[_Said]) -> None:
-            if why_kept(save_id, _views(said), (Cause.NOT_LIVE,)) is not None:
+        def live(reports: Sequence[_RankReport]) -> None:
+            if reason_to_keep(save_id, _views(reports), (Cause.NOT_LIVE,)) is not None:
                 raise _not_live(save_id, where)
 
-        self._step_with_logs(seat, "pin", (), live)
+        self._step_with_logs(session, "pin", (), live)
 
         def enter() -> Refusal | None:
-            if not _holds(seat, save_id):
+            if not _holds(session, save_id):
                 return None
-            done = self._enter_pin(seat, save_id, pinned=pinned)
+            done = self._enter_pin(session, save_id, pinned=pinned)
             if isinstance(done, Refused) and done.state.save(save_id).pinned is not pinned:
                 return done.reason
             return None
@@ -353,11 +361,11 @@ class Retirer:
             if any(refusals):
                 raise _not_live(save_id, where)
 
-        seat.control.step("pin.enter", enter, judge)
+        session.control.step("pin.enter", enter, judge)
 
     def delete(
         self,
-        seat: Seat,
+        session: RunSession,
         save_id: str,
         *,
         reason: str = "deleted by name",
@@ -371,24 +379,24 @@ class Retirer:
         owner could not write. A save that is deleted in one log is deleted; the next commit or
         owner completes the others.
         """
-        where = seat.storage.uri("")
+        where = session.storage.uri("")
 
-        def let_go(said: Sequence[_Said]) -> Deletable:
-            views = _views(said)
-            seal, kept = seal_of(save_id, views), why_kept(save_id, views, BY_NAME)
+        def let_go(reports: Sequence[_RankReport]) -> Deletable:
+            views = _views(reports)
+            seal, kept = seal_of(save_id, views), reason_to_keep(save_id, views, BY_NAME)
             if seal is None or (kept is not None and kept.cause is Cause.NOT_LIVE):
                 raise _not_live(save_id, where)
             if kept is not None:
                 raise StateError(f"{seal.name} is not deleted: {kept.text}", uri=where)
             return Deletable(seal, reason)
 
-        going = self._step_with_logs(seat, "delete", (), let_go)
+        going = self._step_with_logs(session, "delete", (), let_go)
 
         def enter() -> Refusal | None:
-            if not _holds(seat, save_id):
+            if not _holds(session, save_id):
                 return None
-            self._unentered.setdefault(save_id, Rest())  # checked again if the answer is lost
-            done = self._append(seat, going, frozenset({save_id}), at_once=at_once)
+            self._unentered.setdefault(save_id, Backoff())  # checked again if the answer is lost
+            done = self._append(session, going, frozenset({save_id}), at_once=at_once)
             self._unentered.pop(save_id)
             gone = done.state.save(save_id).deleted
             return None if gone or not isinstance(done, Refused) else done.reason
@@ -399,7 +407,7 @@ class Retirer:
             if any(refusals):
                 raise StateError(f"{going.seal.name} has just been pinned or used", uri=where)
 
-        seat.control.step("delete.enter", enter, judge)
+        session.control.step("delete.enter", enter, judge)
         if self._eraser is not None:
             self._eraser.go_on()
 
@@ -424,13 +432,13 @@ class Retirer:
         It is a warning if that space is not free. ``per_rank`` is that of ``SaveResult``. Returns
         the text; None on ranks that are not owners.
         """
-        seat = self._run.seat
+        session = self._run.session
         if self._eraser is None:
             return None
-        size_bytes = sum(per_rank[rank].size_bytes for rank in seat.placement.mine.ranks)
+        size_bytes = sum(per_rank[rank].size_bytes for rank in session.placement.mine.ranks)
         text, level = needs_text(size_bytes, self._keep), logging.INFO
         try:
-            space = seat.storage.space()
+            space = session.storage.space()
         except StorageError as error:
             logger.debug("how much space is free is not known: %s", error)
             space = None
@@ -438,14 +446,14 @@ class Retirer:
             short = short_of(size_bytes, self._keep, space.free_bytes, self._held())
             if short:
                 text, level = f"{text}; {short} bytes more than are free", logging.WARNING
-        logger.log(level, "%s: %s", seat.storage.root, text)
+        logger.log(level, "%s: %s", session.storage.root, text)
         return text
 
     def _held(self) -> int:
         """Return how many saves of the manager are here already."""
-        seat = self._run.seat
-        state = seat.known.state
-        views = {} if state is None else {seat.placement.mine.id: state}
+        session = self._run.session
+        state = session.known.state
+        views = {} if state is None else {session.placement.mine.id: state}
         return sum(1 for live in catalog(views) if self._mine(live.seal))
 
     def close(self, timeout_s: float = 30.0) -> bool:
@@ -458,127 +466,129 @@ class Retirer:
 
     # -- the two collective steps -------------------------------------------------------
 
-    def _retain(self, seat: Seat, roots: Collection[str], at: int | None) -> Retained:
-        verdict = self._step_with_logs(seat, "retain", roots, self._decide, at)
+    def _retain(self, session: RunSession, roots: Collection[str], at: int | None) -> Retained:
+        verdict = self._step_with_logs(session, "retain", roots, self._decide, at)
         if verdict.going or verdict.halfway or verdict.pins:
             # A barrier: when a save returns on any rank, the log no longer has what was deleted.
-            seat.control.step("retire", lambda: self._enter_all(seat, verdict))
-        names = tuple(str(seat.storage.uri(going.seal.name)) for going in verdict.going)
+            session.control.step("retire", lambda: self._enter_all(session, verdict))
+        names = tuple(str(session.storage.uri(going.seal.name)) for going in verdict.going)
         return Retained(verdict.kept, names)
 
     def _step_with_logs(
         self,
-        seat: Seat,
+        session: RunSession,
         label: str,
         roots: Collection[str],
-        decide: Callable[[Sequence[_Said]], R],
+        decide: Callable[[Sequence[_RankReport]], R],
         at: int | None = None,
     ) -> R:
-        def look(ids: Collection[str]) -> _Said:
-            return self._survey(seat, roots, ids, at)
+        def look(ids: Collection[str]) -> _RankReport:
+            return self._survey(session, roots, ids, at)
 
-        return step_with_views(seat.control, label, look, lambda said: said.view, decide)
+        return step_with_views(session.control, label, look, lambda report: report.view, decide)
 
     def _survey(
-        self, seat: Seat, roots: Collection[str], ids: Collection[str], at: int | None
-    ) -> _Said:
+        self, session: RunSession, roots: Collection[str], ids: Collection[str], at: int | None
+    ) -> _RankReport:
         view = None
-        if seat.placement.is_owner:
-            state = drive(catch_up_again(seat.fold_from), seat.storage)
-            seat.known.learn(state)
-            view = (seat.placement.mine.id, state.to_send(ids))
-        return _Said(view, frozenset(roots), at)
+        if session.placement.is_owner:
+            state = drive(catch_up_again(session.fold_from), session.storage)
+            session.known.learn(state)
+            view = (session.placement.mine.id, state.to_send(ids))
+        return _RankReport(view, frozenset(roots), at)
 
-    def _decide(self, said: Sequence[_Said]) -> _Verdict:
-        views = _views(said)
+    def _decide(self, reports: Sequence[_RankReport]) -> _Verdict:
+        views = _views(reports)
         pins = tuple(inherited_pins(views))
-        roots = frozenset(new for _, new in pins).union(*(s.roots for s in said))
-        plan = plan_retention(views, self._keep, self._mine, roots, at=said[0].at)
+        roots = frozenset(new for _, new in pins).union(*(s.roots for s in reports))
+        plan = plan_retention(views, self._keep, self._mine, roots, at=reports[0].at)
         return _Verdict(len(plan.kept), plan.going, tuple(half_deleted(views)), pins)
 
-    def _enter_all(self, seat: Seat, verdict: _Verdict) -> None:
+    def _enter_all(self, session: RunSession, verdict: _Verdict) -> None:
         """Append the entries of this domain, oldest save first; owners only.
 
         A failure stops no other.
         """
         for old, new in verdict.pins:
-            self._pass_on(seat, old, new)
+            self._pass_on(session, old, new)
         together = frozenset(going.seal.save_id for going in verdict.going)
         todo = [(g, together) for g in verdict.going] + [(g, frozenset()) for g in verdict.halfway]
         for going, ids in todo:
-            if _holds(seat, going.seal.save_id) and not self._enter(seat, going, ids):
+            if _holds(session, going.seal.save_id) and not self._enter(session, going, ids):
                 return
 
-    def _pass_on(self, seat: Seat, old: str, new: str) -> None:
+    def _pass_on(self, session: RunSession, old: str, new: str) -> None:
         """Pin the successor first, so that at no moment neither is pinned."""
         try:
             for save_id, pinned in ((new, True), (old, False)):
-                if _holds(seat, save_id):
-                    self._enter_pin(seat, save_id, pinned=pinned, deadline_s=ENTRY_S)
+                if _holds(session, save_id):
+                    self._enter_pin(session, save_id, pinned=pinned, deadline_s=ENTRY_S)
         except (StorageError, CommitInDoubtError) as error:
             logger.warning("the pin of a replaced save will be moved later: %s", error)
 
     def _enter_pin(
-        self, seat: Seat, save_id: str, *, pinned: bool, deadline_s: float = 60.0
+        self, session: RunSession, save_id: str, *, pinned: bool, deadline_s: float = 60.0
     ) -> Appended | Refused[Refusal]:
         """Append the pin, or its end, to this domain's log; owners only."""
-        program = pin(save_id, seat.means(), self._run.generation, seat.fold_from, pinned=pinned)
-        done = drive(program, seat.storage, deadline_s=deadline_s)
-        _learned(seat, done.state)
+        program = pin(
+            save_id, session.means(), self._run.generation, session.fold_from, pinned=pinned
+        )
+        done = drive(program, session.storage, deadline_s=deadline_s)
+        _learned(session, done.state)
         return done
 
-    def _enter(self, seat: Seat, going: Deletable, together: frozenset[str]) -> bool:
+    def _enter(self, session: RunSession, victim: Deletable, together: frozenset[str]) -> bool:
         """Append one delete of retention; return False once a newer owner has the run."""
-        seal, save_id = going.seal, going.seal.save_id
-        rest = self._unentered.setdefault(save_id, Rest())
-        if self._eraser is None or self._clock() < rest.until_s:
+        seal, save_id = victim.seal, victim.seal.save_id
+        backoff = self._unentered.setdefault(save_id, Backoff())
+        if self._eraser is None or self._clock() < backoff.until_s:
             return True
         try:
-            done = self._append(seat, going, together, deadline_s=ENTRY_S)
+            done = self._append(session, victim, together, deadline_s=ENTRY_S)
         except (StorageError, CommitInDoubtError) as error:
-            first = rest.failed(self._clock())
-            self._tell(failure_of(seat, seal, error, first=first))
+            first = backoff.failed(self._clock())
+            self._tell(failure_of(session, seal, error, first=first))
             return True
         self._unentered.pop(save_id)
         if isinstance(done, Refused) and done.reason is Refusal.FENCED:
-            logger.warning("retention has stopped: a newer owner has %s", seat.storage.root)
+            logger.warning("retention has stopped: a newer owner has %s", session.storage.root)
             return False
         return True
 
     def _append(
         self,
-        seat: Seat,
-        going: Deletable,
+        session: RunSession,
+        victim: Deletable,
         together: frozenset[str],
         *,
         deadline_s: float = 60.0,
         at_once: bool = False,
     ) -> Appended | Refused[Refusal]:
         """Append the delete to this domain's log, and give its bytes to the eraser; owners only."""
-        seal, save_id = going.seal, going.seal.save_id
-        seat.spared.add(save_id)  # before the entry: clearing must not see it in between
+        seal, save_id = victim.seal, victim.seal.save_id
+        session.spared.add(save_id)  # before the entry: clearing must not see it in between
         program = retire(
             seal,
-            seat.means(),
+            session.means(),
             self._run.generation,
-            seat.fold_from,
-            reason=going.reason,
-            going=together,
+            session.fold_from,
+            reason=victim.reason,
+            together=together,
         )
-        done = drive(program, seat.storage, deadline_s=deadline_s)
-        _learned(seat, done.state)
+        done = drive(program, session.storage, deadline_s=deadline_s)
+        _learned(session, done.state)
         if not done.state.save(save_id).deleted:
-            seat.spared.discard(save_id)
+            session.spared.discard(save_id)
         if isinstance(done, Appended):
-            logger.info("%s is deleted (%s)", seat.storage.uri(seal.name), going.reason)
+            logger.info("%s is deleted (%s)", session.storage.uri(seal.name), victim.reason)
         if self._eraser is not None:
             mine = [s for s in waiting(done.state) if s.save_id == save_id]
-            self._eraser.adopt(mine, going.reason, at_once=at_once)
+            self._eraser.adopt(mine, victim.reason, at_once=at_once)
         return done
 
     def _adopt_unsure(self, eraser: Eraser) -> None:
         """Adopt deletes that seemed to fail but are in the log: only their answer was lost."""
-        state = self._run.seat.known.state
+        state = self._run.session.known.state
         if self._unentered and state is not None:
             found = [seal for seal in waiting(state) if seal.save_id in self._unentered]
             eraser.adopt(found)
@@ -589,19 +599,19 @@ class Retirer:
 # -- small things ---------------------------------------------------------------------------
 
 
-def _views(said: Sequence[_Said]) -> dict[str, LogState]:
-    return dict(s.view for s in said if s.view is not None)
+def _views(reports: Sequence[_RankReport]) -> dict[str, LogState]:
+    return dict(s.view for s in reports if s.view is not None)
 
 
-def _holds(seat: Seat, save_id: str) -> bool:
+def _holds(session: RunSession, save_id: str) -> bool:
     """Whether this rank owns a log that holds the save's seal."""
-    state = seat.known.state
-    return seat.placement.is_owner and state is not None and state.save(save_id).seal is not None
+    state = session.known.state
+    return session.placement.is_owner and state is not None and state.save(save_id).seal is not None
 
 
-def _learned(seat: Seat, state: LogState) -> None:
-    seat.known.learn(state)
-    seat.touch_log_later()
+def _learned(session: RunSession, state: LogState) -> None:
+    session.known.learn(state)
+    session.touch_log_later()
 
 
 def _not_live(save_id: str, where: object) -> NotFoundError:

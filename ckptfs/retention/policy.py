@@ -111,21 +111,21 @@ class Plan:
 def plan_retention(
     views: Views,
     keep: Keep,
-    mine: Callable[[Seal], bool],
+    is_ours: Callable[[Seal], bool],
     roots: Collection[str] = (),
     *,
     at: int | None = None,
 ) -> Plan:
     """Return what stays and what may be deleted, by the folded logs of the reached domains.
 
-    ``mine`` says whether a seal's name and kind are the manager's; all other saves stay and do not
+    ``is_ours`` says whether a seal's name and kind are the manager's; all other saves stay and do not
     count. ``roots`` are save_ids that are still needed: the save that the run was restored from,
     bases of unfinished saves, saves that wait to be copied. ``at`` is the step that the run has
     reached: later steps stay, no matter which job saved them; None: they count like any others. The
     newest commit of a kind always stays.
     """
     lives = [live.seal for live in catalog(views)]
-    ours = [seal for seal in lives if mine(seal)]
+    ours = [seal for seal in lives if is_ours(seal)]
     if keep.latest is None:
         return Plan(tuple(ours))
     chosen = {seal.save_id for group in _groups(ours) for seal in _chosen(group, keep)}

@@ -46,7 +46,7 @@ class Fsync:
         path: The path that was synced.
         is_dir: Whether the path is a directory.
         site: The names of the functions of ckptfs.storage on the stack, outermost first, joined by ">",
-            such as "create>write_whole" or "make_dir>make_dirs>sync_dir".
+            such as "create>write_file" or "make_dir>make_dirs>sync_dir".
     """
 
     number: int

@@ -323,7 +323,7 @@ def _parse_one(text: str) -> Fault:
     return Fault(op, key, number, _parse_action(name, text), rank or None, restart or None)
 
 
-def _parse_action(text: str, whole: str) -> Action:
+def _parse_action(text: str, rule: str) -> Action:
     name, _, argument = text.partition("=")
     verb, _, moment = name.partition("-")
     when = When(moment) if moment in ("half", "after", "before") else When.BEFORE
@@ -331,7 +331,7 @@ def _parse_action(text: str, whole: str) -> Action:
         case "kill", "" | "before" | "half" | "after":
             return Kill(when)
         case "fail", "" | "before" | "half" | "after":
-            return Fail(_parse_error(argument, whole), when)
+            return Fail(_parse_error(argument, rule), when)
         case "lose", "":
             return Lose()
         case "lose", "undone":
@@ -340,10 +340,10 @@ def _parse_action(text: str, whole: str) -> Action:
             return Lose(done=False, later=True, after=int(argument) if argument else None)
         case "hold", "" if argument:
             return HoldFile(argument)
-    raise UriError(f"no such action in CKPTFS_TEST_FAULT: {whole!r}")
+    raise UriError(f"no such action in CKPTFS_TEST_FAULT: {rule!r}")
 
 
-def _parse_error(name: str, whole: str) -> BaseException:
+def _parse_error(name: str, rule: str) -> BaseException:
     if name == "KeyboardInterrupt":
         return KeyboardInterrupt()
     if isinstance(number := getattr(errno, name, None), int):
@@ -351,7 +351,7 @@ def _parse_error(name: str, whole: str) -> BaseException:
     kind = getattr(ckptfs.errors, name, None)
     if isinstance(kind, type) and issubclass(kind, CkptfsError):
         return kind("the test asked for it")
-    raise UriError(f"no such error in CKPTFS_TEST_FAULT: {whole!r}")
+    raise UriError(f"no such error in CKPTFS_TEST_FAULT: {rule!r}")
 
 
 def _deliver(due: Iterable[Done]) -> None:

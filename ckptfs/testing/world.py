@@ -191,7 +191,7 @@ class _Hall:
     def step(self, key: tuple[str, int]) -> _Step:
         return self.steps.setdefault(key, _Step())
 
-    def lost(self, clone: str, said: dict[int, bytes]) -> dict[int, Failure]:
+    def lost(self, clone: str, received: dict[int, bytes]) -> dict[int, Failure]:
         """Return the ranks that can never complete this step, with the reasons.
 
         These are the dead ranks, and those that left before they sent their message.
@@ -199,7 +199,7 @@ class _Hall:
         lost = {}
         for rank, world in enumerate(self.worlds):
             why = "the process is gone" if rank in self.dead else None
-            if why is None and rank not in said:
+            if why is None and rank not in received:
                 why = self.gone.get((clone, rank))
             if why is not None:
                 kind = "ckptfs.errors.CollectiveError"
@@ -305,17 +305,17 @@ class ThreadControl:
         for clone in self._clones:
             yield from clone._family()  # noqa: SLF001 - one class
 
-    def _say(self, key: tuple[str, int], said: Message) -> None:
-        data = message_by(self.world, said)
+    def _say(self, key: tuple[str, int], message: Message) -> None:
+        data = message_by(self.world, message)
         self._index += 1
         with self._hall.news:
             self._hall.step(key).said[self.rank] = data
             self._hall.news.notify_all()
 
-    def _interrupted(self, key: tuple[str, int], said: Message) -> None:
-        if said.failure is None:
+    def _interrupted(self, key: tuple[str, int], message: Message) -> None:
+        if message.failure is None:
             return
-        error = collective_error(said.label, {0: said.failure}, self._hall.worlds)
+        error = collective_error(message.label, {0: message.failure}, self._hall.worlds)
         with self._hall.news:
             step = self._hall.step(key)
             step.answer = step.answer or encode_verdict(Verdict(error=error))
@@ -383,8 +383,8 @@ class ThreadControl:
             hall.news.notify_all()
             return step.answer
 
-    def _silent(self, label: str, said: dict[int, bytes]) -> DeadlineError:
-        silent = tuple(rank for rank in range(self.size) if rank not in said)
+    def _silent(self, label: str, received: dict[int, bytes]) -> DeadlineError:
+        silent = tuple(rank for rank in range(self.size) if rank not in received)
         return DeadlineError(
             f"{label}: ranks {list(silent)} were silent for {self._hall.timeout_s:g} s",
             silent=silent,

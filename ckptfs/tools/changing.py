@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs.commit.catalog.catalog import Look, Origin, find, looking_at, refuse_gap
-from ckptfs.commit.decisions import BY_HAND, Cause, unreached, why_kept
+from ckptfs.commit.decisions import BY_HAND, Cause, reason_to_keep, unreached
 from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint
 from ckptfs.commit.delete.deletion_steps import pin
 from ckptfs.commit.log.append import Refused
@@ -33,7 +33,7 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import Takeover
 from ckptfs.commit.paths import LOG
 from ckptfs.commit.save.spec import now_text
-from ckptfs.commit.session import TOUCH_AFTER_S, Place, sit_down
+from ckptfs.commit.session import TOUCH_AFTER_S, Place, start_session
 from ckptfs.commit.state import catalog
 from ckptfs.control.control import SoloControl
 from ckptfs.errors import CkptfsError, NotFoundError, StateError, StorageError, UriError
@@ -139,7 +139,7 @@ def _doomed(
     mine = [save for save in _saves_of(look, target.name) if not save.gone]
     if not mine:
         raise _not_ours(look, target, options, "rm")
-    found = (why_kept(save.save_id, look.views, BY_HAND) for save in mine)
+    found = (reason_to_keep(save.save_id, look.views, BY_HAND) for save in mine)
     kept = [obstacle for obstacle in found if obstacle is not None]
     if any(obstacle.cause is Cause.PINNED for obstacle in kept):
         raise StateError(f"{target.name} is pinned", uri=target, hint="ckptfs unpin it first")
@@ -247,10 +247,10 @@ def set_pin(uri: Any, *, pinned: bool, storage_options: Mapping[str, Any] | None
             raise _not_ours(look, target, storage_options, "pin" if pinned else "unpin")
         seal, elsewhere = live[-1], unreached(live[-1:], look.views)
     with contextlib.closing(_open(target, uri, storage_options)) as storage:
-        seat = sit_down(SoloControl(), storage, Place(), write=True)
-        stamp = Stamp(now_text(), seat.control.world.hostname, os.getpid())
-        means = replace(seat.means(), stamp=stamp)
-        done = drive(pin(seal.save_id, means, None, None, pinned=pinned), seat.storage)
+        session = start_session(SoloControl(), storage, Place(), write=True)
+        stamp = Stamp(now_text(), session.control.world.hostname, os.getpid())
+        means = replace(session.means(), stamp=stamp)
+        done = drive(pin(seal.save_id, means, None, None, pinned=pinned), session.storage)
         _touch_log(storage)
     if isinstance(done, Refused) and done.state.save(seal.save_id).deleted:
         raise _gone(target)
@@ -263,7 +263,7 @@ def _open(target: Uri, uri: Any, storage_options: Mapping[str, Any] | None) -> S
 
 
 def _touch_log(storage: Storage) -> None:
-    """Touch the log now: this process may end before the timer of ``Seat.touch_log_later``."""
+    """Touch the log now: this process may end before the timer of ``RunSession.touch_log_later``."""
     if storage.capabilities.shape is Shape.FILESYSTEM:
         time.sleep(TOUCH_AFTER_S)
         with contextlib.suppress(StorageError):

@@ -44,8 +44,8 @@ from functools import partial
 from typing import Any
 
 from ckptfs.commit.catalog.catalog import Look, looking_at, refuse_gap, refuse_no_run
-from ckptfs.commit.catalog.unlogged import look_beside, names_beside
-from ckptfs.commit.decisions import doomed, fence_brings_back, waiting
+from ckptfs.commit.catalog.unlogged import look_at_directory, unlogged_names
+from ckptfs.commit.decisions import fence_brings_back, pending_deletes, waiting
 from ckptfs.commit.delete.deletion_steps import discard_late
 from ckptfs.commit.delete.erase import listed_files
 from ckptfs.commit.delete.shared_data import needed, not_needed
@@ -73,7 +73,7 @@ from ckptfs.commit.paths import (
 )
 from ckptfs.commit.save import foreign_metadata
 from ckptfs.commit.save.spec import fresh_ids
-from ckptfs.commit.session import Place, open_seat
+from ckptfs.commit.session import Place, open_session
 from ckptfs.commit.state import Standing, part_name, pieces, standing
 from ckptfs.control.control import SoloControl
 from ckptfs.errors import (
@@ -169,13 +169,13 @@ def listed_by_copies(look: Look) -> frozenset[str] | None:
     """
     (state,) = look.views.values()
     homes, paths = homes_of(state), set[str]()
-    for name in names_beside(listed(look.storage, ""), look.views):
-        beside = drive(look_beside(name, look.views, look.root), look.storage)
+    for name in unlogged_names(listed(look.storage, ""), look.views):
+        beside = drive(look_at_directory(name, look.views, look.root), look.storage)
         if beside is not None and beside.manifest is None:
             if beside.checkpoint is None:
                 return None
             continue
-        # look_beside takes a copy of a checkpoint of the log for the log's own: it lists no files.
+        # look_at_directory takes a copy of a checkpoint of the log for the log's own: it lists no files.
         try:
             raw = read_limited(look.storage, f"{name}/{MANIFEST}")
             manifest = decode_manifest(raw, look.root / name)
@@ -331,7 +331,7 @@ class _Finder:
 
     def replaced(self) -> Iterator[Found]:
         """Yield saves that the next owner of the run deletes by itself."""
-        for doom in doomed(self._look.views):
+        for doom in pending_deletes(self._look.views):
             if self._domain in doom.seal.everywhere:
                 why = f"{doom.reason}, and a later save was committed"
                 yield self._save(Debris.REPLACED, doom.seal, why)
@@ -752,17 +752,17 @@ def _refuse_clock(look: Look) -> None:
 def _claim_and_tidy(uri: Uri, options: Mapping[str, Any], older_than_s: float) -> list[str]:
     with (
         SoloControl() as control,
-        open_seat(uri, control, Place(options), write=True) as seat,
-        claim(seat, takeover=Takeover.DEAD, caller=Caller("gc", for_call=True)) as run,
+        open_session(uri, control, Place(options), write=True) as session,
+        claim(session, takeover=Takeover.DEAD, caller=Caller("gc", for_call=True)) as run,
     ):
         return _tidy(run, older_than_s)
 
 
 def _tidy(run: Run, older_than_s: float) -> list[str]:
     """Remove what recovery left. Return a note for each removal that was refused."""
-    seat, told = run.seat, list[str]()
-    state = drive(catch_up(seat.fold_from), seat.storage)
-    look = Look(run.uri, seat.storage, {seat.placement.mine.id: state})
+    session, told = run.session, list[str]()
+    state = drive(catch_up(session.fold_from), session.storage)
+    look = Look(run.uri, session.storage, {session.placement.mine.id: state})
     found = survey_debris(look, older_than_s).found
     for one in found:
         if one.fate is not Fate.GOES:
@@ -776,11 +776,11 @@ def _tidy(run: Run, older_than_s: float) -> list[str]:
 
 
 def _remove(one: Found, run: Run) -> None:
-    storage = run.seat.storage
+    storage = run.session.storage
     match one.debris:
         case Debris.LATE:
             for key in one.keys:
-                drive(discard_late(key, run.generation, run.seat.caps), storage)
+                drive(discard_late(key, run.generation, run.session.caps), storage)
         case Debris.SHARED | Debris.TEMPORARY:
             storage.remove_many(one.keys)
 
@@ -790,7 +790,7 @@ def _sweep(run: Run, found: Sequence[Found], older_than_s: float) -> list[str]:
     if not keys:
         return []
     try:
-        run.seat.storage.sweep_uploads(min(older_than_s, ORPHAN_S), keys)
+        run.session.storage.sweep_uploads(min(older_than_s, ORPHAN_S), keys)
     except (AccessError, UnsupportedError) as error:
         return [f"unfinished uploads stay: {error.message}"]
     except StorageError as error:

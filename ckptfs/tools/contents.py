@@ -248,7 +248,7 @@ def _cut(leaf: TensorLeaf) -> Iterator[Box]:
         yield Box(leaf, zeros, leaf.shape)
         return
     window = _PIECE_BYTES // leaf.dtype.itemsize
-    for piece in pieces_of(leaf.shape, zeros, leaf.shape, window, whole=False):
+    for piece in pieces_of(leaf.shape, zeros, leaf.shape, window, full=False):
         yield Box(leaf, piece.offsets, piece.lengths)
 
 
@@ -389,9 +389,9 @@ class SavedContents(Contents):
                 if end > sizes[place.file]:
                     raise self._too_large(leaf, place.file, end, sizes[place.file])
 
-    def _too_large(self, leaf: Leaf, file: str, size: int, there: int) -> IntegrityError:
+    def _too_large(self, leaf: Leaf, file: str, size: int, present_bytes: int) -> IntegrityError:
         return IntegrityError(
-            f".metadata gives {leaf.key!r} {size} bytes in {file}, where {there} are",
+            f".metadata gives {leaf.key!r} {size} bytes in {file}, where {present_bytes} are",
             uri=self._source.storage.uri(self._source.key(file)),
             hint="the file is truncated, or .metadata was changed; load another checkpoint",
         )
@@ -490,9 +490,9 @@ def _leaves(
     return found
 
 
-def _numbers(told: Iterable[Any]) -> tuple[int, ...]:
+def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
     """Return sizes or offsets as a tuple; TypeError if a value cannot be one."""
-    numbers = tuple(told)
+    numbers = tuple(values)
     if not all(type(number) is int and 0 <= number <= _LARGEST for number in numbers):
         raise TypeError(f"{numbers!r:.200} are no sizes and offsets")
     return numbers

@@ -360,7 +360,7 @@ def _compare(shared: _Shared, job: _Job, held: threading.local, meter: Meter) ->
     except IsADirectoryError as error:
         return [BadRange(job.file, 0, job.file.size_bytes, 0, str(error))]
     if job.file.whole is not None:
-        return _compare_whole(reader, job.file, job.file.whole, window, meter)
+        return _compare_file(reader, job.file, job.file.whole, window, meter)
     bad: list[BadRange] = []
     for start, stop, blocks in _windows(job.blocks):
         part = window[: stop - start]
@@ -373,7 +373,7 @@ def _compare(shared: _Shared, job: _Job, held: threading.local, meter: Meter) ->
     return bad
 
 
-def _compare_whole(
+def _compare_file(
     reader: DataReader, file: DeepFile, digest: str, window: memoryview, meter: Meter
 ) -> list[BadRange]:
     state = xxhash.xxh3_128()

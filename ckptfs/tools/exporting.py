@@ -303,7 +303,7 @@ def _boxes(leaf: TensorLeaf) -> Iterator[Box]:
             yield Box(leaf, shard.offsets, shard.sizes)
             continue
         zeros = (0,) * len(shard.sizes)
-        for piece in pieces_of(shard.sizes, zeros, shard.sizes, window, whole=False):
+        for piece in pieces_of(shard.sizes, zeros, shard.sizes, window, full=False):
             at = tuple(a + b for a, b in zip(shard.offsets, piece.offsets, strict=True))
             yield Box(leaf, at, piece.lengths)
 

@@ -361,13 +361,13 @@ def _size_of(storage: Storage, key: str) -> int:
         return 0  # a link to nothing, or to itself
 
 
-def _parts_of(whole: Seal, uri: Any, storage_options: Mapping[str, Any] | None) -> Inspected:
+def _parts_of(seal: Seal, uri: Any, storage_options: Mapping[str, Any] | None) -> Inspected:
     target = Uri.parse(uri)
     parts = []
     with looking_at(target.parent, {**options_of(uri), **(storage_options or {})}) as look:
-        manifest = _manifest_of(whole, look.storage, target)
-        for ref in whole.parts:
-            mine = _manifest_of(piece(whole, ref), look.storage, target / ref.name)
+        manifest = _manifest_of(seal, look.storage, target)
+        for ref in seal.parts:
+            mine = _manifest_of(piece(seal, ref), look.storage, target / ref.name)
             count = None if mine is None else len(mine.files)
             size = None if mine is None else mine.size_bytes
             told = (ref.domains, ref.hosts, count, size)
@@ -377,18 +377,18 @@ def _parts_of(whole: Seal, uri: Any, storage_options: Mapping[str, Any] | None) 
     summary = Summary(
         target,
         Format.CKPTFS,
-        whole.name,
-        whole.step,
-        whole.save_id,
-        whole.artifact.value,
+        seal.name,
+        seal.step,
+        seal.save_id,
+        seal.artifact.value,
         "" if manifest is None else manifest.writer,
         "" if manifest is None else manifest.created_at,
         None if manifest is None else manifest.world_size,
         () if manifest is None else _domains(manifest),
         sum(files) if len(files) == len(parts) else None,
         sum(known) if len(known) == len(parts) else None,
-        metrics=dict(whole.metrics),
-        shares_bytes_with=whole.origins,
+        metrics=dict(seal.metrics),
+        shares_bytes_with=seal.origins,
     )
     return Inspected(summary, parts=tuple(parts))
 

@@ -341,7 +341,7 @@ def _beside(
     except BaseException:
         with contextlib.suppress(StorageError):
             storage.remove_tree(partial)
-        if there.is_something and not _is_there(storage, name):
+        if there.is_something and not _exists(storage, name):
             with contextlib.suppress(StorageError):
                 storage.rename(old, name)
         raise
@@ -372,7 +372,7 @@ def _remove(storage: Storage, old: str, aside: There) -> None:
         logger.warning("the old export stays as %s: %s", storage.uri(old), error)
 
 
-def _is_there(storage: Storage, key: str) -> bool:
+def _exists(storage: Storage, key: str) -> bool:
     try:
         storage.stat(key)
     except StorageError:

@@ -41,10 +41,10 @@ from ckptfs.commit.catalog.catalog import (
 from ckptfs.commit.catalog.unlogged import (
     Beside,
     check_unlogged,
-    look_beside,
-    names_beside,
-    newest_there,
+    look_at_directory,
+    newest_unlogged,
     oldest_first,
+    unlogged_names,
 )
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.operations import drive
@@ -177,9 +177,9 @@ def _beside(look: Look, names: Collection[str]) -> list[Checkpoint]:
     entries = [Entry(name, is_dir=True) for name in names] or look.storage.list("")
 
     def looked_at(name: str) -> Beside | None:
-        return drive(look_beside(name, look.views, look.root), look.storage)
+        return drive(look_at_directory(name, look.views, look.root), look.storage)
 
-    found = side_by_side(looked_at, names_beside(entries, look.views))
+    found = side_by_side(looked_at, unlogged_names(entries, look.views))
     lines = [
         from_beside(Checkpoint(look.root / one.name, one.name, State.COMMITTED, None), one)
         for one in oldest_first(one for one in found if one is not None)
@@ -503,7 +503,7 @@ def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None =
         shape = look.storage.capabilities.shape
         if kind is not Kind.WEIGHTS:
             drive(check_unlogged(look.views, look.root, shape), look.storage)
-        found = drive(newest_there(look.views, look.root, kind, shape), look.storage)
+        found = drive(newest_unlogged(look.views, look.root, kind, shape), look.storage)
         if found is not None:
             run = list_run(look, names=[found.uri.name])
             # There may be other lines of that name, such as an attempt to replace it.

@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptfs.commit.catalog.catalog import Found, is_run, live_of, looking_at, run_error
-from ckptfs.commit.catalog.locate import locate_directory, reading_seat
+from ckptfs.commit.catalog.locate import locate_directory, reading_session
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.operations import drive
 from ckptfs.commit.session import Place
@@ -108,18 +108,18 @@ def located(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Itera
     """
     target = Uri.parse(uri)
     place = Place({**options_of(uri), **(storage_options or {})})
-    with reading_seat(target, SoloControl(World.solo()), place) as (seat, name):
+    with reading_session(target, SoloControl(World.solo()), place) as (session, name):
         try:
-            found = locate_directory(seat, name)
+            found = locate_directory(session, name)
         except StateError:
-            if drive(is_run(name), seat.storage):
+            if drive(is_run(name), session.storage):
                 shown = target.local_path if target.is_local else str(target)
                 raise run_error(
                     target,
                     f"ckptfs ls {shown} lists its checkpoints, ckptfs latest {shown} names the newest",
                 ) from None
             raise
-        yield Located(target, seat.storage, name, found, seat.placement.mine.id)
+        yield Located(target, session.storage, name, found, session.placement.mine.id)
 
 
 def whole_of_parts(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Seal | None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfs.commit.catalog.catalog import list_live, live_of, part_of
-from ckptfs.commit.catalog.unlogged import look_beside, names_beside
+from ckptfs.commit.catalog.unlogged import look_at_directory, unlogged_names
 from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.log.advisory_log import with_log
 from ckptfs.commit.log.entries import PartRef, Seal
@@ -125,7 +125,7 @@ def aimed_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iter
             return with_log(plain, plain.capabilities, write=False)
 
         here = at(target)
-        run = _whole_log(_sight(here))
+        run = _complete_log(_sight(here))
         if run.domain or run.findings:
             yield _found(_of_run(here, run), target)
             return
@@ -183,7 +183,7 @@ def _sight(storage: Storage) -> Aim:
     return Aim(storage, views, domain, findings=findings, notes=notes)
 
 
-def _whole_log(run: Aim) -> Aim:
+def _complete_log(run: Aim) -> Aim:
     """Return the run with findings for damaged or missing entries, also below a snapshot.
 
     Readers that start from a snapshot never meet these entries, but readers without one do.
@@ -217,8 +217,8 @@ def _of_run(storage: Storage, run: Aim) -> Aim:
         entries = storage.list("")
     except (NotFoundError, NotADirectoryError):
         entries = []
-    for name in names_beside(entries, run.views):
-        if drive(look_beside(name, run.views, storage.root), storage) is not None:
+    for name in unlogged_names(entries, run.views):
+        if drive(look_at_directory(name, run.views, storage.root), storage) is not None:
             targets += _copied(storage, name, storage.uri(name))
     return Aim(
         storage,
@@ -234,7 +234,7 @@ def _of_run(storage: Storage, run: Aim) -> Aim:
 def _one(at: Callable[[Uri], Storage], target: Uri) -> Aim:
     """Return the aim for one checkpoint or part, by its log or, without one, by its own files."""
     parent = at(target.parent)
-    run, name = _whole_log(_sight(parent)), target.name
+    run, name = _complete_log(_sight(parent)), target.name
     seal = live_of(name, run.views, target) if name else None
     if seal is None and not run.domain:
         # The directory above a copied checkpoint may be forbidden, or not a run.
@@ -249,7 +249,7 @@ def _one(at: Callable[[Uri], Storage], target: Uri) -> Aim:
 
 
 def _of_part(storage: Storage, target: Uri) -> Aim:
-    run, step = _whole_log(_sight(storage)), target.parent.name
+    run, step = _complete_log(_sight(storage)), target.parent.name
     whole = live_of(step, run.views, target) if step else None
     if whole is None:
         return Aim(storage, run.views, run.domain)
@@ -263,8 +263,8 @@ def _with_parts(uri: Uri, seal: Seal) -> list[Target]:
     return [whole, *(_part(uri, seal, ref) for ref in seal.parts)]
 
 
-def _part(uri: Uri, whole: Seal, ref: PartRef) -> Target:
-    return Target(uri / ref.name, part_name(whole.name, ref.name), piece(whole, ref))
+def _part(uri: Uri, seal: Seal, ref: PartRef) -> Target:
+    return Target(uri / ref.name, part_name(seal.name, ref.name), piece(seal, ref))
 
 
 def _copied(storage: Storage, name: str, uri: Uri) -> list[Target]:
@@ -273,7 +273,7 @@ def _copied(storage: Storage, name: str, uri: Uri) -> list[Target]:
     try:
         manifest = decode_manifest(read_limited(storage, f"{name}/{MANIFEST}"), uri)
     except (NotFoundError, NotADirectoryError):
-        return [Target(uri, name)] if _is_there(storage, f"{name}/{METADATA}") else []
+        return [Target(uri, name)] if _exists(storage, f"{name}/{METADATA}") else []
     except ManifestError:
         return [Target(uri, name)]  # the check of it reports what is wrong
     parts = [
@@ -283,7 +283,7 @@ def _copied(storage: Storage, name: str, uri: Uri) -> list[Target]:
     return [Target(uri, name), *parts]
 
 
-def _is_there(storage: Storage, key: str) -> bool:
+def _exists(storage: Storage, key: str) -> bool:
     try:
         storage.stat(key)
     except (NotFoundError, NotADirectoryError):
@@ -508,8 +508,8 @@ class _Pass:
         return True
 
 
-def _is_told(record: FileRecord, told: set[str], sidecars: set[str]) -> bool:
-    return record.path in told or record.path in sidecars
+def _is_told(record: FileRecord, named: set[str], sidecars: set[str]) -> bool:
+    return record.path in named or record.path in sidecars
 
 
 def _save_id(result: Looked) -> str:

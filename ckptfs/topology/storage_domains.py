@@ -252,7 +252,7 @@ def _rule(
     first = found[worlds[0].node]
     ids = {node: first.id or "" if a.id is None else a.id for node, a in found.items()}
     one = any(a.id is None for a in found.values())
-    domains = (_whole(worlds, first.id or ""),) if one else group_nodes(worlds, ids)
+    domains = (_shared_domain(worlds, first.id or ""),) if one else group_nodes(worlds, ids)
     if scope == "node":
         _refuse_shared(worlds, domains)
     spread = any(len(d.nodes) > 1 for d in domains)
@@ -306,7 +306,7 @@ def _at(worlds: Sequence[World], node: str) -> str:
     return next(w.place for w in worlds if w.node == node)
 
 
-def _whole(worlds: Sequence[World], domain_id: str) -> Domain:
+def _shared_domain(worlds: Sequence[World], domain_id: str) -> Domain:
     nodes = tuple(dict.fromkeys(w.node for w in worlds))
     return Domain(id=domain_id, ranks=tuple(range(len(worlds))), nodes=nodes, owner=0)
 

@@ -9,7 +9,7 @@ from typing import Any
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import Place as Sitting
-from ckptfs.commit.session import Seat, open_seat
+from ckptfs.commit.session import RunSession, open_session
 from ckptfs.control.control import SoloControl
 from ckptfs.uri import Uri
 
@@ -17,20 +17,20 @@ __all__ = ["begun", "sitting"]
 
 
 @contextlib.contextmanager
-def sitting(uri: str, options: dict[str, Any]) -> Iterator[Seat]:
-    """A seat of one process at a run."""
+def sitting(uri: str, options: dict[str, Any]) -> Iterator[RunSession]:
+    """A session of one process at a run."""
     with (
         SoloControl() as control,
-        open_seat(Uri.parse(uri), control, Sitting(options), write=True) as seat,
+        open_session(Uri.parse(uri), control, Sitting(options), write=True) as session,
     ):
-        yield seat
+        yield session
 
 
 @contextlib.contextmanager
 def begun(uri: str, name: str, options: dict[str, Any]) -> Iterator[Attempt]:
     """A plain save that has begun and written one file."""
-    with sitting(uri, options) as seat:
-        attempt = Attempt(seat, SaveSpec(name, None))
+    with sitting(uri, options) as session:
+        attempt = Attempt(session, SaveSpec(name, None))
         attempt.begin()
-        seat.storage.replace(f"{attempt.prefix}__0_0.distcp", b"half")
+        session.storage.replace(f"{attempt.prefix}__0_0.distcp", b"half")
         yield attempt

@@ -28,7 +28,7 @@ from ckptfs.commit.ownership.claim import Mode, claim
 from ckptfs.commit.paths import CONTROL, SHARED, TRASH
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.commit.state import committed
 from ckptfs.errors import CommitConflictError, RunBusyError
 from ckptfs.storage.base import Storage
@@ -236,11 +236,11 @@ def test_shared_data_that_nobody_lists(tmp_path: Path) -> None:
     lists stays, and so does what the log has never heard of.
     """
     uri, options = f"memory://gc-shared-{tmp_path.name}/run", {"shape": "object"}
-    with sitting(uri, options) as seat:
-        dead = save(seat, "step_1", "one")
-        save(seat, "step_2", "two")
-        delete_checkpoint(seat.storage, "step_1")
-        storage = seat.storage
+    with sitting(uri, options) as session:
+        dead = save(session, "step_1", "one")
+        save(session, "step_2", "two")
+        delete_checkpoint(session.storage, "step_1")
+        storage = session.storage
         foreign_id = "dcp-00000000000000aa~0000bbbb"  # as copies of plain checkpoints have
         for key in (f"{dead}/a.distcp", f"{dead}/b.distcp", f"{foreign_id}/c.distcp"):
             storage.replace(f"{SHARED}/{key}", b"bytes")
@@ -477,18 +477,18 @@ STEPS = st.builds(
 THEIRS = ("{}/notes.txt", "eval/{}.json", CONTROL + "/{}.txt", "_data/{}", ".partial-{}", "{}.txt")
 
 
-def play(seat: Seat, step: Step, number: int, theirs: set[str]) -> None:
+def play(session: RunSession, step: Step, number: int, theirs: set[str]) -> None:
     """Do it; what the run does not permit is nothing."""
-    storage, name = seat.storage, step.name
+    storage, name = session.storage, step.name
     state = drive(catch_up(), storage)
     of_name = [s for s in state.saves.values() if s.seal is not None and s.seal.name == name]
     match step.what:
         case "save":
             with contextlib.suppress(CommitConflictError):
-                save(seat, name, f"{number}")
+                save(session, name, f"{number}")
         case "replace":
-            with claim(seat) as run:
-                save(seat, name, f"{number}", run, replace=True)
+            with claim(session) as run:
+                save(session, name, f"{number}", run, replace=True)
         case "delete":
             delete_checkpoint(storage, name)
         case "half delete":
@@ -497,7 +497,7 @@ def play(seat: Seat, step: Step, number: int, theirs: set[str]) -> None:
                     enter(storage, Delete(one.save_id, state.generation, "asked"), number)
         case "die":
             with contextlib.suppress(CommitConflictError):
-                attempt = Attempt(seat, SaveSpec(name, None))
+                attempt = Attempt(session, SaveSpec(name, None))
                 attempt.begin()
                 storage.replace(f"{attempt.prefix}__0_0.distcp", b"half")
         case "foreign":
@@ -507,14 +507,14 @@ def play(seat: Seat, step: Step, number: int, theirs: set[str]) -> None:
             storage.replace(key, b"theirs")
             theirs.add(key)
         case "own":
-            claim(seat).release()
+            claim(session).release()
         case "late":
             for one in of_name:
                 if one.gone:
                     storage.make_dir(f"{name}/{one.save_id}")
                     storage.replace(f"{name}/{one.save_id}/late.distcp", b"late")
         case "overwrite":
-            claim(seat, Mode.OVERWRITE).release()
+            claim(session, Mode.OVERWRITE).release()
 
 
 LATE = [Step("save", "step_1"), Step("delete", "step_1"), Step("late", "step_1")]
@@ -531,9 +531,9 @@ def test_of_any_run_it_removes_what_is_dead_and_nothing_else(steps: list[Step], 
     uri, options = "memory://gc-any/run", {"shape": shape}
     theirs: set[str] = set()
     try:
-        with sitting(uri, options) as seat:
+        with sitting(uri, options) as session:
             for number, step in enumerate(steps):
-                play(seat, step, number, theirs)
+                play(session, step, number, theirs)
         names = tuple(sorted(theirs))
         with looking_at(uri, options) as look:
             live, foreign = live_bytes(look), foreign_bytes(look, names)

@@ -74,10 +74,10 @@ def test_a_checkpoint_that_was_put_back_stays(local: Place) -> None:
 def test_shared_data_that_a_copy_lists_stays(tmp_path: Path) -> None:
     """Object stores: also of a copy whose id the log knows, of a save that was deleted."""
     uri, options = f"memory://gc-copied-{tmp_path.name}/run", {"shape": "object"}
-    with sitting(uri, options) as seat:
-        dead = save(seat, "step_1", "one")
-        save(seat, "step_2", "two")
-        storage = seat.storage
+    with sitting(uri, options) as session:
+        dead = save(session, "step_1", "one")
+        save(session, "step_2", "two")
+        storage = session.storage
         manifest = json.loads(storage.read("step_1/ckptfs.json"))
         delete_checkpoint(storage, "step_1")
         listed = {"path": f"{dead}/a.distcp", "size": 5, "origin": dead}

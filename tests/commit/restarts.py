@@ -16,28 +16,28 @@ import os
 import sys
 
 from ckptfs.commit.ownership.claim import claim
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.retention.deletion import Retirer
 from ckptfs.retention.policy import Keep
-from tests.crash.rig import TWO_DOMAINS, Mortal, save, seats, values
+from tests.crash.rig import TWO_DOMAINS, Mortal, save, sessions, values
 
 LIVES = 45
 STRIDE = 7
 LIFE_TIMEOUT_S = 200.0
 
 
-def life(seat: Seat, number: int) -> None:
+def life(session: RunSession, number: int) -> None:
     """What every life does, as far as it comes."""
-    with claim(seat) as run:
+    with claim(session) as run:
         retirer = Retirer(run, Keep(2), lambda _: True)
         try:
             retirer.after_commit(
-                run.seat
+                run.session
             )  # what the life before committed and did not come to let go
             retirer.make_room()
             for part in (1, 2):
-                save(run.seat, f"step_{number}_{part}", str(number), run)
-                retirer.after_commit(run.seat)
+                save(run.session, f"step_{number}_{part}", str(number), run)
+                retirer.after_commit(run.session)
                 retirer.make_room()
         finally:
             retirer.close(30.0)
@@ -68,7 +68,11 @@ def live_and_die(base: str, number: int) -> bool:
         nth = None if last else 1 + number * STRIDE % (LIVES * STRIDE // 2)
         plan = Mortal(nth, "half" if number % 3 == 0 else "before", alone=False)
         plans = {number % 2: plan}
-        values(seats(TWO_DOMAINS, base, lambda seat: life(seat, number), job="job", plans=plans))
+        values(
+            sessions(
+                TWO_DOMAINS, base, lambda session: life(session, number), job="job", plans=plans
+            )
+        )
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     assert status == 0 or os.WIFSIGNALED(status), f"life {number} ended with status {status}"

@@ -19,7 +19,7 @@ from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.paths import ATTEMPTS
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec, WrittenPart
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.commit.state import Standing, standing
 from ckptfs.control.control import SoloControl
 from ckptfs.errors import (
@@ -39,17 +39,17 @@ ONLY_A = rig.Layout(("a",), shared=False)  # the first of the two domains, alone
 
 
 def _save(name: str, label: str) -> rig.Body:
-    return lambda seat: rig.save(seat, name, label)
+    return lambda session: rig.save(session, name, label)
 
 
-def _claimed(seat: Seat) -> None:
-    claim(seat).release()
+def _claimed(session: RunSession) -> None:
+    claim(session).release()
 
 
 def _two_saves(layout: rig.Layout, base: str, plan: Plan) -> list[End[Any]]:
     """step_1 is saved; then step_2, by ranks of which the first meets the plan."""
-    rig.values(rig.seats(layout, base, _save("step_1", "one"), job="j"))
-    return rig.seats(layout, base, _save("step_2", "two"), job="j", plans={0: plan})
+    rig.values(rig.sessions(layout, base, _save("step_1", "one"), job="j"))
+    return rig.sessions(layout, base, _save("step_2", "two"), job="j", plans={0: plan})
 
 
 def _attempts(layout: rig.Layout, base: str) -> list[str]:
@@ -85,14 +85,14 @@ def test_a_sure_failure_in_one_domain_is_undone_in_the_other(tmp_path: Path) -> 
     there, and the name is free in both for whoever tries once more, without a claim.
     """
     base = str(tmp_path)
-    rig.values(rig.seats(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="j"))
+    rig.values(rig.sessions(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="j"))
     denied = Plan([Fault("create", "*/log/*", 1, Fail(PermissionError(13, "denied")))])
-    ends = rig.seats(rig.TWO_DOMAINS, base, _save("step_2", "two"), job="j", plans={1: denied})
+    ends = rig.sessions(rig.TWO_DOMAINS, base, _save("step_2", "two"), job="j", plans={1: denied})
     for end in ends:
         with pytest.raises(CollectiveError, match="could not seal step_2"):
             end.get()
     assert len(_attempts(rig.TWO_DOMAINS, base)) == 1
-    rig.values(rig.seats(rig.TWO_DOMAINS, base, _save("step_2", "again"), job="j"))
+    rig.values(rig.sessions(rig.TWO_DOMAINS, base, _save("step_2", "again"), job="j"))
     seen = rig.look(rig.TWO_DOMAINS, base, ["step_1", "step_2"]).state
     assert seen == {"step_1": "one", "step_2": "again"}
 
@@ -108,17 +108,17 @@ def test_what_is_projected_is_recorded_as_committed_first(tmp_path: Path) -> Non
     home = rig.TWO_DOMAINS.directory(base, "a")
     (save_id,) = [n for n in os.listdir(f"{home}/step_2") if "." not in n and n != "ckptfs"]
 
-    def alone(seat: Seat) -> Standing:
-        view = drive(read_view(), seat.storage)
+    def alone(session: RunSession) -> Standing:
+        view = drive(read_view(), session.storage)
         assert view is not None
         return standing(save_id, dict([view]))
 
-    (end,) = rig.seats(ONLY_A, base, alone, job="reader", write=False, read_only=True)
+    (end,) = rig.sessions(ONLY_A, base, alone, job="reader", write=False, read_only=True)
     assert end.get() is Standing.COMMITTED
 
 
 class _Watched(FaultyStorage):
-    """Notes whether the seat's turn is taken whenever a name is moved."""
+    """Notes whether the session's turn is taken whenever a name is moved."""
 
     turn: threading.Lock
     taken: list[bool]
@@ -131,11 +131,11 @@ class _Watched(FaultyStorage):
 def test_a_projection_is_alone_in_its_domain(tmp_path: Path) -> None:
     """Retention removes beside it, in a thread of the same process: never in the middle of a move."""
     storage = _Watched(LocalStorage(Uri.parse(str(tmp_path / "run"))), Plan([]))
-    seat = sit_down(SoloControl(), storage, Place(), write=True)
-    storage.turn, storage.taken = seat.turn, []
-    rig.save(seat, "step_1", "one")
+    session = start_session(SoloControl(), storage, Place(), write=True)
+    storage.turn, storage.taken = session.turn, []
+    rig.save(session, "step_1", "one")
     assert storage.taken == [True]
-    assert not seat.turn.locked()
+    assert not session.turn.locked()
 
 
 def test_an_attempt_has_its_record_before_any_data(tmp_path: Path) -> None:
@@ -147,23 +147,23 @@ def test_an_attempt_has_its_record_before_any_data(tmp_path: Path) -> None:
     disk = SimulatedDisk(str(base))
     root = Uri.parse("/simulated/run")
     home = rig.SOLO.directory(str(base), "a")
-    seat = sit_down(
+    session = start_session(
         SoloControl(), LocalStorage(root, posix=disk, directory=home), Place(), write=True
     )
-    attempt = Attempt(seat, SaveSpec("step_2", None))
+    attempt = Attempt(session, SaveSpec("step_2", None))
 
     def write() -> WrittenPart:
-        with seat.storage.open_write(f"{attempt.prefix}__0_0.distcp") as writer:
+        with session.storage.open_write(f"{attempt.prefix}__0_0.distcp") as writer:
             writer.write(b"data")
         disk.cut()
-        return WrittenPart((FileRecord("x", 4, seat.placement.mine.id),))
+        return WrittenPart((FileRecord("x", 4, session.placement.mine.id),))
 
     attempt.begin()
     with pytest.raises(PowerCut):
         attempt.commit(write, lambda _: {})
     after = tmp_path / "after"
     disk.materialise(str(after), lucky=lambda path: path.endswith(".distcp"))
-    rig.values(rig.seats(rig.SOLO, str(after), _claimed, job="next"))
+    rig.values(rig.sessions(rig.SOLO, str(after), _claimed, job="next"))
     assert _attempts(rig.SOLO, str(after)) == []
 
 
@@ -172,9 +172,9 @@ def test_several_domains_are_as_old_as_the_oldest(tmp_path: Path) -> None:
     the claim fences it.
     """
     base = str(tmp_path)
-    rig.values(rig.seats(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="one"))
-    rig.values(rig.seats(ONLY_A, base, _claimed, job="two"))
-    for end in rig.seats(rig.TWO_DOMAINS, base, _save("step_2", "two"), job="one"):
+    rig.values(rig.sessions(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="one"))
+    rig.values(rig.sessions(ONLY_A, base, _claimed, job="two"))
+    for end in rig.sessions(rig.TWO_DOMAINS, base, _save("step_2", "two"), job="one"):
         with pytest.raises(FencedError, match="claimed at different times"):
             end.get()
     assert rig.look(rig.TWO_DOMAINS, base, ["step_1", "step_2"]).state == {"step_1": "one"}
@@ -191,8 +191,8 @@ def test_the_log_is_touched_for_a_seal_whose_projection_fails(tmp_path: Path) ->
 
     storage = Noticed(Uri.parse(tmp_path / "run"))
     plan = Plan([Fault("rename", f"{ATTEMPTS}/*", 1, Fail(PermissionError(13, "not here")))])
-    seat = sit_down(SoloControl(), FaultyStorage(storage, plan), Place(), write=True)
-    rig.save(seat, "step_1", "one")
+    session = start_session(SoloControl(), FaultyStorage(storage, plan), Place(), write=True)
+    rig.save(session, "step_1", "one")
     assert not (tmp_path / "run" / "step_1").exists(), "its projection failed"
     assert touched.wait(60)
 
@@ -202,12 +202,12 @@ def test_what_was_removed_by_hand_in_some_domains_keeps_its_name(tmp_path: Path)
     from both and both are reached, both logs record that, and the save goes on.
     """
     base = str(tmp_path)
-    rig.values(rig.seats(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="j"))
+    rig.values(rig.sessions(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="j"))
     homes = rig.TWO_DOMAINS.directories(base)
     shutil.rmtree(f"{homes['a']}/step_1")
 
     def refused(layout: rig.Layout, kind: type[Exception]) -> None:
-        for end in rig.seats(layout, base, _save("step_1", "uno"), job="j"):
+        for end in rig.sessions(layout, base, _save("step_1", "uno"), job="j"):
             with pytest.raises(kind, match="step_1"):
                 end.get()
 
@@ -216,7 +216,7 @@ def test_what_was_removed_by_hand_in_some_domains_keeps_its_name(tmp_path: Path)
     refused(ONLY_A, CommitConflictError)  # whether b has it nobody can tell
     fences = {name: read_log(home).generation.number for name, home in homes.items()}
     assert fences == {"a": 0, "b": 0}  # nobody claimed anything for that
-    rig.values(rig.seats(rig.TWO_DOMAINS, base, _save("step_1", "uno"), job="j"))
+    rig.values(rig.sessions(rig.TWO_DOMAINS, base, _save("step_1", "uno"), job="j"))
     for home in homes.values():
         state = read_log(home)
         assert state.released

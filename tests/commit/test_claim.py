@@ -14,7 +14,7 @@ from ckptfs.commit.ownership.lease import LeaseTimes
 from ckptfs.commit.paths import ATTEMPTS
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.errors import CollectiveError, RunBusyError
 from ckptfs.testing.faults import Fail, Fault, Plan
 from tests.crash import rig
@@ -29,18 +29,20 @@ def test_a_run_that_one_of_two_domains_released_is_not_free(tmp_path: Path) -> N
     base = str(tmp_path)
     denied = Fault("create", "*/log/*", 2, Fail(PermissionError(13, "denied")))
 
-    def own(seat: Seat) -> None:
-        claim(seat).release()
+    def own(session: RunSession) -> None:
+        claim(session).release()
 
-    def take(seat: Seat) -> None:
-        claim(seat, takeover=Takeover.NEVER).release()
+    def take(session: RunSession) -> None:
+        claim(session, takeover=Takeover.NEVER).release()
 
-    rig.values(rig.seats(rig.TWO_DOMAINS, base, own, job="one", plans={1: Plan([denied])}))
-    for end in rig.seats(rig.TWO_DOMAINS, base, take, job="two"):
+    rig.values(rig.sessions(rig.TWO_DOMAINS, base, own, job="one", plans={1: Plan([denied])}))
+    for end in rig.sessions(rig.TWO_DOMAINS, base, take, job="two"):
         with pytest.raises(RunBusyError, match="is held by"):
             end.get()
-    rig.values(rig.seats(rig.TWO_DOMAINS, base, take, job="one"))  # the same job needs no release
-    rig.values(rig.seats(rig.TWO_DOMAINS, base, take, job="two"))
+    rig.values(
+        rig.sessions(rig.TWO_DOMAINS, base, take, job="one")
+    )  # the same job needs no release
+    rig.values(rig.sessions(rig.TWO_DOMAINS, base, take, job="two"))
 
 
 def test_one_lease_that_moves_keeps_the_run(tmp_path: Path) -> None:
@@ -49,14 +51,14 @@ def test_one_lease_that_moves_keeps_the_run(tmp_path: Path) -> None:
     """
     base = str(tmp_path)
     runs = rig.values(
-        rig.seats(rig.ONE_DOMAIN, base, lambda seat: claim(seat, times=LIVELY), job="one")
+        rig.sessions(rig.ONE_DOMAIN, base, lambda session: claim(session, times=LIVELY), job="one")
     )
 
-    def take(seat: Seat) -> None:
-        claim(seat, times=LIVELY).release()
+    def take(session: RunSession) -> None:
+        claim(session, times=LIVELY).release()
 
     try:
-        for end in rig.seats(rig.ONE_DOMAIN, base, take, job="two"):
+        for end in rig.sessions(rig.ONE_DOMAIN, base, take, job="two"):
             with pytest.raises(RunBusyError, match="is held by"):
                 end.get()
     finally:
@@ -71,13 +73,13 @@ def test_a_claim_that_failed_is_nobody_s(tmp_path: Path) -> None:
     base = str(tmp_path)
     denied = Fault("list", "*/attempts", 2, Fail(PermissionError(13, "denied")))
 
-    def take(seat: Seat) -> None:
-        claim(seat, takeover=Takeover.NEVER).release()
+    def take(session: RunSession) -> None:
+        claim(session, takeover=Takeover.NEVER).release()
 
-    for end in rig.seats(rig.TWO_DOMAINS, base, take, job="one", plans={1: Plan([denied])}):
+    for end in rig.sessions(rig.TWO_DOMAINS, base, take, job="one", plans={1: Plan([denied])}):
         with pytest.raises(CollectiveError, match=r"^report failed .* denied"):
             end.get()
-    rig.values(rig.seats(rig.TWO_DOMAINS, base, take, job="two"))
+    rig.values(rig.sessions(rig.TWO_DOMAINS, base, take, job="two"))
 
 
 @pytest.mark.parametrize("file", [None, "__0_0.distcp"], ids=["empty", "data"])
@@ -90,14 +92,14 @@ def test_an_aborted_attempt_without_its_record_is_cleared(
     """
     base = str(tmp_path)
 
-    def abort(seat: Seat) -> str:
-        attempt = Attempt(seat, SaveSpec("step_1", None))
+    def abort(session: RunSession) -> str:
+        attempt = Attempt(session, SaveSpec("step_1", None))
         attempt.begin()
         attempt.abandon()
-        assert drive(catch_up(), seat.storage).save(attempt.save_id).aborted
+        assert drive(catch_up(), session.storage).save(attempt.save_id).aborted
         return attempt.save_id
 
-    save_id = rig.values(rig.seats(layout, base, abort, job="one"))[0]
+    save_id = rig.values(rig.sessions(layout, base, abort, job="one"))[0]
     for path in layout.directories(base).values():
         assert os.listdir(f"{path}/{ATTEMPTS}") == []
         for name in (save_id, "foreign"):
@@ -105,6 +107,6 @@ def test_an_aborted_attempt_without_its_record_is_cleared(
             Path(f"{path}/{ATTEMPTS}/{name}/{name}/{file or '__1_0.distcp'}").write_bytes(b"data")
         if file is None:
             os.unlink(f"{path}/{ATTEMPTS}/{save_id}/{save_id}/__1_0.distcp")
-    rig.values(rig.seats(layout, base, lambda seat: claim(seat).release(), job="two"))
+    rig.values(rig.sessions(layout, base, lambda session: claim(session).release(), job="two"))
     for path in layout.directories(base).values():
         assert os.listdir(f"{path}/{ATTEMPTS}") == ["foreign"]

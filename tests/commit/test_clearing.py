@@ -73,8 +73,8 @@ def test_a_delete_that_fails_is_told_and_tried_again(
         ckptfs.prepare_run(f"{run}?shape=object", mode="overwrite") as held,
     ):
         ckptfs.save(_state(3), _at(run, "step_3"), run=held)
-        assert held.seat.background is not None
-        assert held.seat.background.drain(30)
+        assert held.session.background is not None
+        assert held.session.background.drain(30)
         assert "clearing what step_3 replaced failed" in caplog.text
         assert [bool(_left(run, home)) for home in homes] == [True, False]
         ckptfs.save(_state(4), _at(run, "step_4"), run=held)

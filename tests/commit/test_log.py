@@ -26,7 +26,7 @@ from ckptfs.commit.log.append import (
     Refused,
     append,
     catch_up,
-    check_whole,
+    check_complete,
     gap_in,
     make_log,
     write_snapshot,
@@ -44,7 +44,7 @@ from ckptfs.commit.log.entries import (
 from ckptfs.commit.log.fold import LogState, fold_entry
 from ckptfs.commit.operations import Program, drive
 from ckptfs.commit.paths import DOMAIN, HINT, LOG, log_key
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import SoloControl
 from ckptfs.errors import (
     AccessError,
@@ -275,15 +275,15 @@ def test_a_hint_that_was_read_before_is_as_good(age: str) -> None:
     assert storage.reads < {"now": 70, "older": 160, "before the first": 250}[age]
 
 
-def test_a_seat_of_a_reader_has_the_hint_and_reads_no_other() -> None:
+def test_a_session_of_a_reader_has_the_hint_and_reads_no_other() -> None:
     """Its first answers come with the domain's id."""
     storage = memory(Shape.OBJECT)
     state = _long_log(storage, 230)
     storage.replace(DOMAIN, b"d")
-    seat = sit_down(SoloControl(), storage, Place(), write=False)
-    assert seat.hint == FoundHint(storage.read(HINT))
+    session = start_session(SoloControl(), storage, Place(), write=False)
+    assert session.hint == FoundHint(storage.read(HINT))
     storage.remove(HINT)
-    view = drive(read_view(seat.hint), seat.storage)
+    view = drive(read_view(session.hint), session.storage)
     assert view is not None
     assert view[1].saves == state.saves
 
@@ -489,10 +489,10 @@ def test_entries_that_come_between_two_looks_are_no_gap() -> None:
     write(storage, [fence(G1)])
     old = drive(catch_up(), storage)
     write(storage, [Pin(str(number)) for number in range(5)])
-    checked = drive(check_whole(old), storage)
+    checked = drive(check_complete(old), storage)
     assert (checked.gap, checked.state.next) == (None, 6)
     storage.remove(log_key(4))
-    found = drive(check_whole(old), storage)
+    found = drive(check_complete(old), storage)
     assert (found.gap, found.state.next) == (Gap(4, 5), 4)
 
 

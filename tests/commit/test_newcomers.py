@@ -18,7 +18,7 @@ from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.paths import LOG
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import Control, SoloControl
 from ckptfs.control.world import World
 from ckptfs.errors import CollectiveError, FencedError, RunBusyError
@@ -62,12 +62,12 @@ class _AfterTheFence(_AtTheFence):
     _appended = False
 
 
-def sit(run: Path, job: str, plan: Plan | None = None) -> Seat:
-    """A seat of one process that is a job of that name on a node of its own."""
+def sit(run: Path, job: str, plan: Plan | None = None) -> RunSession:
+    """A session of one process that is a job of that name on a node of its own."""
     here = World.solo()
     world = replace(here, node=f"{here.node}/{job}", job_id=f"job:{job}")
     storage = FaultyStorage(LocalStorage(Uri.parse(str(run))), plan or Plan())
-    return sit_down(SoloControl(world), storage, Place(), write=True)
+    return start_session(SoloControl(world), storage, Place(), write=True)
 
 
 def log_of(run: Path) -> LogState:
@@ -83,17 +83,17 @@ def test_a_newcomer_that_looked_before_does_not_rob_who_came_first(
     for number in range(8):  # the nonces of the two decide which fence would be the newer one
         path = tmp_path / f"run{number}"
         claim(sit(path, "before")).release()
-        owner: list[tuple[Seat, Run]] = []
+        owner: list[tuple[RunSession, Run]] = []
 
-        def come_first(path: Path = path, owner: list[tuple[Seat, Run]] = owner) -> None:
-            seat = sit(path, "first")
-            owner.append((seat, claim(seat, takeover=takeover, times=ENDLESS)))
+        def come_first(path: Path = path, owner: list[tuple[RunSession, Run]] = owner) -> None:
+            session = sit(path, "first")
+            owner.append((session, claim(session, takeover=takeover, times=ENDLESS)))
 
         late = sit(path, "late", _AtTheFence(come_first))
         with pytest.raises(RunBusyError, match="job:first"):
             claim(late, takeover=takeover, times=ENDLESS)
-        seat, run = owner[0]
-        rig.save(seat, "step_1", "one", run)
+        session, run = owner[0]
+        rig.save(session, "step_1", "one", run)
         assert log_of(path).generation == run.generation
         run.release()
 
@@ -121,20 +121,20 @@ def test_who_was_fenced_out_while_it_recovered_does_not_rob_the_newer_owner(
     run = claim(before)
     # An attempt that has to be aborted: the entry behind the fence.
     Attempt(before, SaveSpec("step_1", None, run=run.generation)).begin()
-    owner: list[tuple[Seat, Run]] = []
+    owner: list[tuple[RunSession, Run]] = []
 
     def come() -> None:
-        seat = sit(path, "job")
-        owner.append((seat, claim(seat, takeover=takeover, times=ENDLESS)))
+        session = sit(path, "job")
+        owner.append((session, claim(session, takeover=takeover, times=ENDLESS)))
 
     plan = _AtTheFence(come, nth=2) if settling else _AfterTheFence(come)
     with pytest.raises((FencedError, RunBusyError), match=r"settle failed|is held by") as caught:
         claim(sit(path, "job", plan), takeover=takeover, times=ENDLESS)
     assert isinstance(caught.value, CollectiveError) == settling
-    seat, newer = owner[0]
+    session, newer = owner[0]
     log = log_of(path)
     assert (log.generation, log.released) == (newer.generation, False)
-    rig.save(seat, "step_2", "two", newer)
+    rig.save(session, "step_2", "two", newer)
     newer.release()
 
 
@@ -143,20 +143,20 @@ def test_who_got_a_part_of_the_domains_gives_it_back(tmp_path: Path) -> None:
     and the owner goes on.
     """
     paths = {node: tmp_path / node / "run" for node in ("a", "b")}
-    taken, owner = threading.Event(), list[tuple[Seat, Run]]()
+    taken, owner = threading.Event(), list[tuple[RunSession, Run]]()
 
     def come_first() -> None:
         assert taken.wait(120)
-        seat = sit(paths["b"], "first")
-        owner.append((seat, claim(seat, takeover=Takeover.NEVER)))
+        session = sit(paths["b"], "first")
+        owner.append((session, claim(session, takeover=Takeover.NEVER)))
 
     def both(control: Control, *, racing: bool) -> Run:
         node = "ab"[control.rank]
         here = _AfterTheFence(taken.set) if node == "a" else _AtTheFence(come_first)
         plan = here if racing else Plan()
         storage = FaultyStorage(LocalStorage(Uri.parse(str(paths[node]))), plan)
-        seat = sit_down(control, storage, Place(scope="node"), write=True)
-        return claim(seat, takeover=Takeover.NEVER)
+        session = start_session(control, storage, Place(scope="node"), write=True)
+        return claim(session, takeover=Takeover.NEVER)
 
     first = simulate(2, lambda c: both(c, racing=False), nodes=["a", "b"], job_id="before")
     for end in first:
@@ -167,7 +167,7 @@ def test_who_got_a_part_of_the_domains_gives_it_back(tmp_path: Path) -> None:
             end.get()
     assert log_of(paths["a"]).generation.number == 2
     assert log_of(paths["a"]).released
-    seat, run = owner[0]
+    session, run = owner[0]
     assert log_of(paths["b"]).generation == run.generation
-    rig.save(seat, "step_1", "one", run)
+    rig.save(session, "step_1", "one", run)
     run.release()

@@ -94,7 +94,7 @@ def test_plain_saves_one_after_the_other_have_ids_in_that_order(tmp_path: Path) 
     made: list[str] = []
     for name in ("best", "mine", "also", "then", "last"):
         body = partial(rig.save, name=name, label=name)
-        made += rig.values(rig.seats(rig.SOLO, str(tmp_path), body, job="j"))
+        made += rig.values(rig.sessions(rig.SOLO, str(tmp_path), body, job="j"))
     assert made == sorted(made)
     assert len(set(made)) == len(made)
 

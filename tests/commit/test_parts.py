@@ -28,7 +28,7 @@ from ckptfs.commit.parts.parts import read_home, state_from_word
 from ckptfs.commit.parts.tickets import Ticket, TicketPart, begin_parts
 from ckptfs.commit.paths import ATTEMPTS, LOG
 from ckptfs.commit.save.spec import IfExists
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.commit.state import Standing, standing
 from ckptfs.control.control import Control
 from ckptfs.errors import (
@@ -73,7 +73,7 @@ def together(tmp_path: Path) -> Cast:
 @pytest.fixture
 def held(cast: Cast) -> Iterator[Run]:
     """The run, held by the driver."""
-    with cast.seat(HOME) as seat, claim(seat) as run:
+    with cast.session(HOME) as session, claim(session) as run:
         yield run
 
 
@@ -233,7 +233,7 @@ def test_names_that_cannot_be_directories_are_refused(
     together: Cast, name: str, parts: list[str]
 ) -> None:
     """Before anything is made."""
-    with together.seat(HOME) as seat, claim(seat) as run:
+    with together.session(HOME) as session, claim(session) as run:
         before = os.listdir(f"{together.directory(HOME)}/{ATTEMPTS}")
         with pytest.raises((StateError, UriError)):
             begin_parts(run, name, 1, parts)
@@ -259,7 +259,7 @@ def test_a_commit_in_doubt_is_settled_by_committing_again(together: Cast, after:
     part: one seal stands, the decision is that one, and the manifest is the one that it names.
     """
     plan = together.plan = Plan()
-    with together.seat(HOME) as seat, claim(seat) as run:
+    with together.session(HOME) as session, claim(session) as run:
         together.plan = None
         ticket = begin_parts(run, "step_1", 1, list(PARTS))
         sealed = [together.save(ticket, name, "one") for name in PARTS]
@@ -271,12 +271,14 @@ def test_a_commit_in_doubt_is_settled_by_committing_again(together: Cast, after:
         decision = ticket.commit([other, *sealed[1:]])  # too late for another part
         plan.deliver()
     assert all(together.look("one", name) == "whole" for name in PARTS)
-    with together.seat(HOME, write=False) as seat:
-        state = drive(catch_up(), seat.storage)
+    with together.session(HOME, write=False) as session:
+        state = drive(catch_up(), session.storage)
         sealed_at = state.save(ticket.save_id).seal
         assert sealed_at is not None
         assert sealed_at == decision.seal
-        assert drive(find(sealed_at, seat.caps.shape, ROOT), seat.storage).manifest is not None
+        assert (
+            drive(find(sealed_at, session.caps.shape, ROOT), session.storage).manifest is not None
+        )
 
 
 def test_parts_of_another_ticket_are_refused(held: Run, cast: Cast) -> None:
@@ -328,8 +330,8 @@ def test_an_abandoned_ticket_leaves_nothing_that_home_reaches(held: Run, cast: C
 
 def test_a_ticket_of_a_fenced_driver_is_void(cast: Cast) -> None:
     """After a takeover neither its parts nor its commit change anything."""
-    with cast.seat(HOME) as seat:
-        old = claim(seat)
+    with cast.session(HOME) as session:
+        old = claim(session)
         ticket = begin_parts(old, NAME_OF["two"], 2, list(PARTS))
         sealed = [cast.save(ticket, name, "two") for name in PARTS]
         cast.play("three")
@@ -362,8 +364,8 @@ class _Takeover(Plan):
 def test_a_driver_that_loses_the_run_while_it_commits_is_told_so(together: Cast) -> None:
     """Not of a missing file of its own, and nothing of its checkpoint is committed."""
     plan = together.plan = _Takeover(together)
-    with together.seat(HOME) as seat:
-        old = claim(seat)
+    with together.session(HOME) as session:
+        old = claim(session)
         together.plan = None
         ticket = begin_parts(old, NAME_OF["two"], 2, list(PARTS))
         sealed = [together.save(ticket, name, "two") for name in PARTS]
@@ -376,10 +378,10 @@ def test_a_driver_that_loses_the_run_while_it_commits_is_told_so(together: Cast)
 
 def test_a_group_knows_a_newer_owner_that_home_does_not(apart: Cast) -> None:
     """Somebody claimed the group's own disk: the ticket is refused there and nothing is written."""
-    with apart.seat("a") as seat:
+    with apart.session("a") as session:
         for _ in range(2):
-            claim(seat).release()
-    with apart.seat(HOME) as seat, claim(seat) as run:
+            claim(session).release()
+    with apart.session(HOME) as session, claim(session) as run:
         ticket = begin_parts(run, "step_1", 1, ["actor"])
         with pytest.raises(FencedError, match="generation 2"):
             apart.save(ticket, "actor", "one")
@@ -398,11 +400,11 @@ def again(run: Run, cast: Cast, label: str, name: str) -> None:
 
 def holds(cast: Cast, label: str, name: str, part: str = "actor") -> bool:
     """Whether a reader finds the bytes of ``label`` under ``name``."""
-    with cast.seat(PARTS[part], write=False) as seat:
-        found = locate(seat, f"{name}/{part}")
+    with cast.session(PARTS[part], write=False) as session:
+        found = locate(session, f"{name}/{part}")
         assert found.manifest is not None
         data = next(f for f in found.manifest.files if f.path.endswith(".distcp"))
-        return seat.storage.read(f"{found.home}/{data.path}") == contents(label, part)
+        return session.storage.read(f"{found.home}/{data.path}") == contents(label, part)
 
 
 def test_a_taken_name_is_refused_unless_replacing_is_asked(held: Run, cast: Cast) -> None:
@@ -424,13 +426,13 @@ def test_a_taken_name_is_refused_unless_replacing_is_asked(held: Run, cast: Cast
 def test_parts_replace_a_save_without_parts_and_the_other_way(together: Cast) -> None:
     """Nothing of the old kind stays visible: no ``.metadata`` beside parts, no part beside it."""
     run_at = Path(together.directory(HOME))
-    with together.seat(HOME) as seat, claim(seat) as run:
-        rig.save(seat, "step_1", "plain", run)
+    with together.session(HOME) as session, claim(session) as run:
+        rig.save(session, "step_1", "plain", run)
         again(run, together, "uno", "step_1")
         together.act(run, "two")
         assert holds(together, "uno", "step_1")
         assert not Path(run_at, "step_1/.metadata").exists()
-        rig.save(seat, "step_1", "eins", run, replace=True)
+        rig.save(session, "step_1", "eins", run, replace=True)
         together.act(run, "three")
         names = {path.name for path in Path(run_at, "step_1").iterdir()}
         assert not names & set(PARTS)
@@ -443,7 +445,7 @@ def test_parts_that_were_removed_by_hand_are_saved_again(
 ) -> None:
     """The log says that they were removed, whatever takes the name then: parts again, or a save without."""
     step = Path(together.directory(HOME), "step_1")
-    with together.seat(HOME) as seat, claim(seat) as run:
+    with together.session(HOME) as session, claim(session) as run:
         together.act(run, "one")
         shutil.rmtree(step)
         together.act(run, "uno")
@@ -453,12 +455,12 @@ def test_parts_that_were_removed_by_hand_are_saved_again(
         assert [entry["reason"] for entry in deletes] == [REMOVED_BY_HAND]
         assert not together.debris()
         shutil.rmtree(step)
-        rig.save(seat, "step_1", "plain", run)
+        rig.save(session, "step_1", "plain", run)
         shutil.rmtree(step)
         together.act(run, "one")
     assert holds(together, "one", "step_1")
-    with together.seat(HOME, write=False) as seat:
-        state = drive(catch_up(), seat.storage)
+    with together.session(HOME, write=False) as session:
+        state = drive(catch_up(), session.storage)
     assert [s.gone for s in state.saves.living.values() if s.deleted] == []
     assert len(deletes_in(together, HOME)) == 3
 
@@ -466,9 +468,9 @@ def test_parts_that_were_removed_by_hand_are_saved_again(
 def test_parts_of_which_anything_is_left_keep_their_name(together: Cast) -> None:
     """One part, the manifest of the whole, or a part that waits for its projection: nothing is entered."""
     step = Path(together.directory(HOME), "step_1")
-    with together.seat(HOME) as seat, claim(seat) as run:
+    with together.session(HOME) as session, claim(session) as run:
         decision = together.act(run, "one")
-        entries = len(os.listdir(seat.storage.local_path(LOG) or ""))
+        entries = len(os.listdir(session.storage.local_path(LOG) or ""))
         for left in PARTS:
             for other in {*PARTS} - {left}:
                 shutil.move(step / other, f"{together.base}/{other}")
@@ -484,7 +486,7 @@ def test_parts_of_which_anything_is_left_keep_their_name(together: Cast) -> None
             shutil.rmtree(step / part)
         with pytest.raises(CommitConflictError, match="committed already"):
             begin_parts(run, "step_1", 1, list(PARTS))
-        assert len(os.listdir(seat.storage.local_path(LOG) or "")) == entries
+        assert len(os.listdir(session.storage.local_path(LOG) or "")) == entries
 
 
 def test_parts_on_a_disk_that_the_driver_does_not_reach_keep_their_name(apart: Cast) -> None:
@@ -493,8 +495,8 @@ def test_parts_on_a_disk_that_the_driver_does_not_reach_keep_their_name(apart: C
     for node in {*PARTS.values()}:
         shutil.rmtree(f"{apart.directory(node)}/step_1")
     with (
-        apart.seat(HOME) as seat,
-        claim(seat) as run,
+        apart.session(HOME) as session,
+        claim(session) as run,
         pytest.raises(CommitConflictError, match="committed already"),
     ):
         begin_parts(run, "step_1", 1, list(PARTS))
@@ -504,8 +506,8 @@ def test_parts_on_a_disk_that_the_driver_does_not_reach_keep_their_name(apart: C
 
     def together(control: Control) -> Ticket:
         where = apart.directory(nodes[control.rank])
-        seat = sit_down(control, LocalStorage(ROOT, directory=where), Place(), write=True)
-        with claim(seat) as run:
+        session = start_session(control, LocalStorage(ROOT, directory=where), Place(), write=True)
+        with claim(session) as run:
             ticket = begin_parts(run, "step_1", 1, list(PARTS))
             mine = [name for name, node in PARTS.items() if node == nodes[control.rank]]
             ticket.commit([apart.save(ticket, name, "uno") for name in mine])
@@ -539,8 +541,8 @@ def in_group(cast: Cast, ticket: TicketPart, plan: Plan | None = None) -> list[o
         storage: LocalStorage | FaultyStorage = LocalStorage(ROOT, directory=where)
         if plan is not None and control.rank == 1:
             storage = FaultyStorage(storage, plan)
-        seat = sit_down(control, storage, Place(), write=True)
-        return save_part(seat, ticket, contents("one", "actor"))
+        session = start_session(control, storage, Place(), write=True)
+        return save_part(session, ticket, contents("one", "actor"))
 
     return [
         end.value if end.error is None else end.error
@@ -580,8 +582,8 @@ def test_a_driver_of_several_domains_publishes_where_it_reaches(apart: Cast) -> 
 
     def drive_it(control: Control) -> str:
         where = apart.directory((HOME, "a")[control.rank])
-        seat = sit_down(control, LocalStorage(ROOT, directory=where), Place(), write=True)
-        with claim(seat) as run:
+        session = start_session(control, LocalStorage(ROOT, directory=where), Place(), write=True)
+        with claim(session) as run:
             ticket = begin_parts(run, "step_1", 1, ["actor"])
             sealed = [apart.save(ticket, "actor", "one")] if control.rank == 0 else []
             ticket.commit(sealed)
@@ -599,11 +601,11 @@ def test_a_driver_of_several_domains_publishes_where_it_reaches(apart: Cast) -> 
 def test_a_whole_of_parts_is_no_checkpoint_to_load(cast: Cast) -> None:
     """Asked for the whole, or for a part that it has not, a reader is told its parts."""
     cast.play("one")
-    with cast.seat(HOME, write=False) as seat:
+    with cast.session(HOME, write=False) as session:
         with pytest.raises(StateError, match="consists of parts: actor, critic, driver"):
-            locate(seat, "step_1")
+            locate(session, "step_1")
         with pytest.raises(NotFoundError, match="no part optimizer"):
-            locate(seat, "step_1/optimizer")
+            locate(session, "step_1/optimizer")
 
 
 def test_on_the_wrong_node_a_reader_is_told_where_the_part_is(apart: Cast) -> None:
@@ -623,11 +625,11 @@ def test_a_copied_part_is_a_checkpoint_by_itself(together: Cast, tmp_path: Path)
     storage = LocalStorage(Uri.parse(f"{tmp_path}/copies"))
 
     def look(control: Control) -> set[str]:
-        seat = sit_down(control, storage, Place(), write=False)
+        session = start_session(control, storage, Place(), write=False)
         over = LocalStorage(Uri.parse(str(tmp_path)))
-        above = sit_down(control, over, Place(), write=False)
+        above = start_session(control, over, Place(), write=False)
         for name in PARTS:
-            found = locate(seat, name)
+            found = locate(session, name)
             assert found.manifest is not None
             assert found.manifest.name == name
         with pytest.raises(StateError, match="consists of parts"):

@@ -6,13 +6,13 @@ import pytest
 
 from ckptfs.commit.decisions import (
     Refusal,
-    doomed,
     may_abort,
     may_claim,
     may_delete,
     may_fence,
     may_forget,
     may_seal,
+    pending_deletes,
     unreleased,
 )
 from ckptfs.commit.log.append import Refused
@@ -32,7 +32,7 @@ from ckptfs.commit.log.entries import (
     Seal,
 )
 from ckptfs.commit.log.fold import LogState
-from ckptfs.commit.state import Standing, catalog, latest, name_taken, next_seq, standing
+from ckptfs.commit.state import Standing, catalog, latest, next_seq, save_named, standing
 from tests.commit.logs import G1, G2, G3, fence, folded, seal
 
 AB = ("A", "B")
@@ -135,7 +135,7 @@ def test_a_replaced_save_stays_dead_when_its_successor_is_deleted() -> None:
     """Deleting a step deletes the step: its older version does not come back to life."""
     bodies: list[Body] = [seal("a", "s", seq=1), seal("b", "s", seq=2), Delete("b", G1)]
     assert live(*bodies) == []
-    assert [d.seal.save_id for d in doomed({"A": folded(*bodies)})] == ["a"]
+    assert [d.seal.save_id for d in pending_deletes({"A": folded(*bodies)})] == ["a"]
 
 
 # -- overwriting --------------------------------------------------------------------------------
@@ -154,10 +154,10 @@ def test_the_first_commit_under_an_overwrite_hides_for_good_and_dooms() -> None:
     """From the first commit on the old saves are gone whoever fences next, and may be deleted."""
     bodies: list[Body] = [fence(G1), seal("a"), OVER, seal("b", base=G2)]
     assert live(*bodies, fence(G3)) == ["b"]
-    assert [(d.seal.save_id, d.reason) for d in doomed({"A": folded(*bodies)})] == [
+    assert [(d.seal.save_id, d.reason) for d in pending_deletes({"A": folded(*bodies)})] == [
         ("a", "overwritten")
     ]
-    assert doomed({"A": folded(fence(G1), seal("a"), OVER)}) == []
+    assert pending_deletes({"A": folded(fence(G1), seal("a"), OVER)}) == []
     deleted: list[Body] = [*bodies, Delete("b", G2), fence(G3)]
     assert live(*deleted) == []
 
@@ -168,20 +168,19 @@ def test_the_first_commit_under_an_overwrite_hides_for_good_and_dooms() -> None:
 def test_a_replaced_save_goes_one_commit_after_its_successor() -> None:
     """Stock readers may still hold the old .metadata until then."""
     bodies: list[Body] = [seal("a", "s", seq=1), seal("b", "s", seq=2)]
-    assert doomed({"A": folded(*bodies)}) == []
-    found = doomed({"A": folded(*bodies, seal("n", seq=3))})
+    assert pending_deletes({"A": folded(*bodies)}) == []
+    found = pending_deletes({"A": folded(*bodies, seal("n", seq=3))})
     assert [(d.seal.save_id, d.reason) for d in found] == [("a", "replaced")]
 
 
 def test_pinned_and_referenced_saves_stay() -> None:
     """Neither a pin nor a reference of a live or pinned save lets bytes go."""
     bodies: list[Body] = [seal("a", "s", seq=1), seal("b", "s", seq=2), seal("n", seq=3)]
-    assert doomed({"A": folded(*bodies, Pin("a"))}) == []
-    assert [d.seal.save_id for d in doomed({"A": folded(*bodies, Pin("a"), Pin("a", False))})] == [  # noqa: FBT003
-        "a"
-    ]
+    assert pending_deletes({"A": folded(*bodies, Pin("a"))}) == []
+    unpinned = folded(*bodies, Pin("a"), Pin("a", False))  # noqa: FBT003 - as in the log
+    assert [d.seal.save_id for d in pending_deletes({"A": unpinned})] == ["a"]
     refers: list[Body] = [*bodies[:2], seal("n", seq=3, references=("a",))]
-    assert doomed({"A": folded(*refers)}) == []
+    assert pending_deletes({"A": folded(*refers)}) == []
 
 
 # -- appends ------------------------------------------------------------------------------------
@@ -260,10 +259,10 @@ def test_replacing_takes_the_name_of_a_living_save() -> None:
 
 def test_a_name_in_doubt_is_taken() -> None:
     """A save whose other domain is out of reach may be committed: its name is not free."""
-    held = name_taken("s", {"A": folded(seal("a", "s", domains=AB))})
+    held = save_named("s", {"A": folded(seal("a", "s", domains=AB))})
     assert held is not None
     assert held.save_id == "a"
-    assert name_taken("s", {"A": folded(Abort("a", G1))}) is None
+    assert save_named("s", {"A": folded(Abort("a", G1))}) is None
 
 
 def test_seq_goes_up_for_holders_and_stays_for_plain_saves() -> None:

@@ -151,7 +151,7 @@ def test_whoever_removes_without_a_fence_leaves_no_directory(storage: Storage) -
 def test_bytes_of_a_delete_that_another_entered_are_left_to_that_one(storage: Storage) -> None:
     """Two that move the pieces of one save under one generation might take a successor's."""
     means = Means("A", storage.capabilities, ids("d"))
-    program = retire(A.seal(G1, 1), means, G1, None, reason="removed", going={"aaa"})
+    program = retire(A.seal(G1, 1), means, G1, None, reason="removed", together={"aaa"})
     drive(program, storage)
     assert remove_unfenced(storage, fold(storage), "e")[0] is Erasure.LATER
     assert storage.read("s1/.metadata") == A.metadata

@@ -14,7 +14,7 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import IfExists, SaveSpec, WrittenPart
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.commit.state import catalog
 from ckptfs.control.control import SoloControl
 from ckptfs.errors import StateError
@@ -53,11 +53,11 @@ class _Place:
             return ObjectStorage(root, MemoryObjectClient(self._server))
         return LocalStorage(Uri.parse(str(self._path)))
 
-    def seat(self, plan: Plan | None = None, *, write: bool = True) -> Seat:
+    def session(self, plan: Plan | None = None, *, write: bool = True) -> RunSession:
         storage = self.storage()
         if plan is not None:
             storage = FaultyStorage(storage, plan)
-        return sit_down(SoloControl(), storage, Place(), write=write)
+        return start_session(SoloControl(), storage, Place(), write=write)
 
     def put(self, key: str, data: bytes) -> None:
         storage = self.storage()
@@ -66,16 +66,16 @@ class _Place:
             writer.write(data)
 
 
-def save(seat: Seat) -> None:
+def save(session: RunSession) -> None:
     """Replace step_1, as if_exists="replace" does: the run is claimed for the call."""
-    with claim(seat) as run:
-        attempt = Attempt(run.seat, SaveSpec("step_1", 1, IfExists.REPLACE, run=run.generation))
+    with claim(session) as run:
+        attempt = Attempt(run.session, SaveSpec("step_1", 1, IfExists.REPLACE, run=run.generation))
 
         def write() -> WrittenPart:
-            with seat.storage.open_write(f"{attempt.prefix}__0_0.distcp") as writer:
+            with session.storage.open_write(f"{attempt.prefix}__0_0.distcp") as writer:
                 writer.write(b"data")
             path = f"{attempt.save_id}/__0_0.distcp"
-            return WrittenPart((FileRecord(path, 4, seat.placement.mine.id),))
+            return WrittenPart((FileRecord(path, 4, session.placement.mine.id),))
 
         attempt.begin()
         # As torch's has it: with paths below the save's id, by which the log knows whose it is.
@@ -93,13 +93,13 @@ def test_the_next_owner_replaces_what_was_to_be_replaced(
     place = _Place(shape, tmp_path)
     place.put("step_1/.metadata", STOCK)
     with pytest.raises(SimulatedDeath):
-        save(place.seat(Plan([death])))
+        save(place.session(Plan([death])))
     assert place.storage().read("step_1/.metadata") == STOCK
-    reader = place.seat(write=False)
+    reader = place.session(write=False)
     assert locate(reader, "step_1").seal is not None
-    claim(place.seat()).release()
+    claim(place.session()).release()
     assert b"ours" in place.storage().read("step_1/.metadata")
-    assert locate(place.seat(write=False), "step_1").seal is not None
+    assert locate(place.session(write=False), "step_1").seal is not None
 
 
 @pytest.mark.parametrize(("shape", "death"), [DEATHS[0], DEATHS[-1]])
@@ -110,12 +110,12 @@ def test_another_one_that_came_meanwhile_is_left_alone(
     place = _Place(shape, tmp_path)
     place.put("step_1/.metadata", STOCK)
     with pytest.raises(SimulatedDeath):
-        save(place.seat(Plan([death])))
+        save(place.session(Plan([death])))
     place.put("step_1/.metadata", STOCK + b" again")
-    claim(place.seat()).release()
+    claim(place.session()).release()
     assert place.storage().read("step_1/.metadata") == STOCK + b" again"
     with pytest.raises(StateError, match="overwritten"):
-        locate(place.seat(write=False), "step_1")
+        locate(place.session(write=False), "step_1")
 
 
 @pytest.mark.parametrize("shape", [Shape.FILESYSTEM, Shape.OBJECT])
@@ -125,14 +125,14 @@ def test_one_that_comes_back_after_the_projection_is_another_program_s(
     """The record says what was replaced once, and no more than once."""
     place = _Place(shape, tmp_path)
     place.put("step_1/.metadata", STOCK)
-    save(place.seat())
+    save(place.session())
     assert b"ours" in place.storage().read("step_1/.metadata")
     storage = place.storage()
     storage.remove("step_1/.metadata")
     place.put("step_1/.metadata", STOCK)
     with pytest.raises(StateError, match="overwritten"):
-        locate(place.seat(write=False), "step_1")
-    claim(place.seat()).release()
+        locate(place.session(write=False), "step_1")
+    claim(place.session()).release()
     assert place.storage().read("step_1/.metadata") == STOCK
     view = drive(read_view(), place.storage())
     assert view is not None

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptfs.commit.decisions import AT_ENTRY, Cause, Refusal, may_pin, waiting, why_kept
+from ckptfs.commit.decisions import AT_ENTRY, Cause, Refusal, may_pin, reason_to_keep, waiting
 from ckptfs.commit.delete.deletion_steps import (
     Erasure,
     erase_retired,
@@ -58,7 +58,7 @@ def means(storage: Storage, who: str = "r") -> Means:
 
 def let_go(storage: Storage) -> object:
     """Retention lets the older one go."""
-    program = retire(OLD.seal(G1, 1), means(storage), G1, None, reason="keep", going={"old"})
+    program = retire(OLD.seal(G1, 1), means(storage), G1, None, reason="keep", together={"old"})
     return drive(program, storage)
 
 
@@ -135,7 +135,7 @@ def test_what_came_after_the_fold_is_seen_by_the_create(storage: MemoryStorage) 
     """The entry is tried before the log is read: a pin took its number, and it is decided again."""
     known = fold(storage)
     drive(pin("old", means(storage, "p"), G1, None, pinned=True), storage)
-    going = retire(OLD.seal(G1, 1), means(storage), G1, known, reason="keep", going={"old"})
+    going = retire(OLD.seal(G1, 1), means(storage), G1, known, reason="keep", together={"old"})
     assert isinstance(drive(going, storage), Refused)
     assert not fold(storage).save("old").deleted
 
@@ -159,7 +159,7 @@ def test_a_fenced_owner_enters_and_erases_nothing(storage: MemoryStorage) -> Non
     write(storage, [fence(G2)])
     before = fold(storage)
     refused = drive(
-        retire(NEW.seal(G1, 2), means(storage, "x"), G1, None, reason="keep", going={"new"}),
+        retire(NEW.seal(G1, 2), means(storage, "x"), G1, None, reason="keep", together={"new"}),
         storage,
     )
     assert isinstance(refused, Refused)
@@ -277,7 +277,7 @@ def test_what_is_referred_to_may_not_go_unless_its_users_go() -> None:
     base, user = seal("base"), seal("user", seq=2, references=("base",))
 
     def kept(*bodies: Body, going: tuple[str, ...] = ("base",)) -> Cause | None:
-        found = why_kept("base", {"A": folded(*bodies)}, AT_ENTRY, going)
+        found = reason_to_keep("base", {"A": folded(*bodies)}, AT_ENTRY, going)
         return None if found is None else found.cause
 
     assert kept(base, user) is Cause.USED

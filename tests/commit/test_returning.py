@@ -75,16 +75,16 @@ class Linkless(Meanwhile):
 
 
 def let_go_and_erase(storage: Storage) -> Erasure:
-    """Retention lets a go, by a seat that knows nothing of the one that saves b."""
+    """Retention lets a go, by a session that knows nothing of the one that saves b."""
     means = Means("A", storage.capabilities, ids("r"))
     state = drive(
-        retire(A.seal(G1, 1), means, G1, fold(storage), reason="keep", going={"aaa"}), storage
+        retire(A.seal(G1, 1), means, G1, fold(storage), reason="keep", together={"aaa"}), storage
     ).state
     return drive(erase_retired("aaa", means, G1, state), storage)[0]
 
 
 def show_b(storage: Storage) -> None:
-    """The other seat projects b."""
+    """The other session projects b."""
     drive(project(B.seal(G1, 2), {"A": fold(storage)}, "A", storage.capabilities), storage)
 
 
@@ -141,8 +141,8 @@ def test_a_deleted_save_is_not_put_back(storage: Storage) -> None:
     def show_and_delete() -> None:
         show_b(storage)
         means = Means("A", storage.capabilities, ids("other"))
-        going = retire(B.seal(G1, 2), means, G1, fold(storage), reason="keep", going={"bbb"})
-        drive(going, storage)
+        together = retire(B.seal(G1, 2), means, G1, fold(storage), reason="keep", together={"bbb"})
+        drive(together, storage)
 
     _erase_alone(Meanwhile(storage, "rename", show_and_delete))
     assert "s1/.metadata" not in {f"s1/{entry.name}" for entry in storage.list("s1")}
@@ -233,24 +233,24 @@ def test_a_lost_projection_is_not_repaired_over_a_foreign_one(
     )
 
 
-# -- one process, two seats ----------------------------------------------------------------------
+# -- one process, two sessions ----------------------------------------------------------------------
 
 
-def test_a_second_seat_of_a_run_shares_turns_and_spared_deletes(tmp_path: Path) -> None:
-    """A StorageWriter of a held run opens a seat of its own; it leaves alone what the run's holder
+def test_a_second_session_of_a_run_shares_turns_and_spared_deletes(tmp_path: Path) -> None:
+    """A StorageWriter of a held run opens a session of its own; it leaves alone what the run's holder
     removes later, and takes turns with him.
     """
     run = f"{tmp_path}/run"
     with ckptfs.prepare_run(run) as held:
         ckptfs.save({"w": torch.ones(2)}, f"{run}/step_1", run=held)
-        seat = held.seat
-        first = next(iter(fold(seat.storage).saves.values())).seal
+        session = held.session
+        first = next(iter(fold(session.storage).saves.values())).seal
         assert first is not None
-        seat.spared.add(first.save_id)
-        means = Means(seat.placement.mine.id, seat.caps, ids("r"))
+        session.spared.add(first.save_id)
+        means = Means(session.placement.mine.id, session.caps, ids("r"))
         program = partial(retire, first, means, held.generation, None, reason="keep")
-        drive(program(going={first.save_id}), seat.storage)
+        drive(program(together={first.save_id}), session.storage)
         writer = ckptfs.StorageWriter(f"{run}/step_2", run=held)
         dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
         assert (tmp_path / "run/step_1/.metadata").exists()
-        assert not fold(seat.storage).save(first.save_id).gone
+        assert not fold(session.storage).save(first.save_id).gone

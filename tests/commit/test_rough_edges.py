@@ -21,7 +21,7 @@ from ckptfs.commit.ownership.lease import LeaseTimes, moves
 from ckptfs.commit.ownership.recovery import report
 from ckptfs.commit.paths import LEASE, LOG, log_key
 from ckptfs.commit.save.shared_attempt import _once
-from ckptfs.commit.session import Place, open_seat
+from ckptfs.commit.session import Place, open_session
 from ckptfs.control.control import Control
 from ckptfs.errors import (
     AccessError,
@@ -111,7 +111,7 @@ def test_a_damaged_entry_that_a_seal_meets_is_told_as_that(tmp_path: Path) -> No
     base = str(tmp_path)
     home = rig.SOLO.directories(base)["a"]
 
-    def body(seat: Any) -> None:
+    def body(session: Any) -> None:
         class Late(Plan):
             def begin(self, op: str, key: str) -> Any:
                 # Behind the survey, before the seal: between them somebody damages the next entry.
@@ -119,11 +119,13 @@ def test_a_damaged_entry_that_a_seal_meets_is_told_as_that(tmp_path: Path) -> No
                     (Path(home) / log_key(1)).write_bytes(b"torn")
                 return super().begin(op, key)
 
-        seat.storage.plan = Late()
-        rig.save(seat, "step_2", "two")
+        session.storage.plan = Late()
+        rig.save(session, "step_2", "two")
 
-    rig.values(rig.seats(rig.SOLO, base, lambda seat: rig.save(seat, "step_1", "one"), job="j"))
-    (end,) = rig.seats(rig.SOLO, base, body, job="j", plans={0: Plan()})
+    rig.values(
+        rig.sessions(rig.SOLO, base, lambda session: rig.save(session, "step_1", "one"), job="j")
+    )
+    (end,) = rig.sessions(rig.SOLO, base, body, job="j", plans={0: Plan()})
     with pytest.raises(
         CollectiveError, match="could not seal step_2: not a run log entry"
     ) as failed:
@@ -185,7 +187,7 @@ def test_a_rank_that_could_open_its_storage_closes_it_where_another_could_not(
 
     def body(control: Control) -> None:
         here.rank = control.rank
-        with open_seat(Uri.parse("file:///simulated/run"), control, Place(), write=True):
+        with open_session(Uri.parse("file:///simulated/run"), control, Place(), write=True):
             pass
 
     monkeypatch.setattr(session, "open_storage", open_storage)

@@ -193,8 +193,8 @@ def assert_the_same(settled: Views, plain: Views) -> None:
     assert protocol.latest(settled) == protocol.latest(plain)
     assert meaningful(settled) == meaningful(plain)
     assert keys(protocol.history(settled)) == keys(protocol.commits(plain))
-    assert sorted(d.seal.save_id for d in decisions.doomed(settled)) == sorted(
-        d.seal.save_id for d in decisions.doomed(plain)
+    assert sorted(d.seal.save_id for d in decisions.pending_deletes(settled)) == sorted(
+        d.seal.save_id for d in decisions.pending_deletes(plain)
     )
     newest = max(view.generation for view in plain.values())
     for fenced in (True, False):
@@ -207,7 +207,7 @@ def assert_the_same(settled: Views, plain: Views) -> None:
             assert settled[domain].save(save_id) == view.save(save_id)
             assert (save_id in settled[domain].saves) is (save_id in view.saves)
     for name in (*NAMES, "step_4"):
-        assert protocol.name_taken(name, settled) == protocol.name_taken(name, plain)
+        assert protocol.save_named(name, settled) == protocol.save_named(name, plain)
         assert protocol.occupant(name, settled) == protocol.occupant(name, plain)
         for domain, view in plain.items():
             known = any(s.seal is not None and s.seal.name == name for s in view.saves.values())
@@ -267,9 +267,9 @@ def test_what_lives_is_enough_to_decide_by(logs: dict[str, list[Body]]) -> None:
         newest, whole, fenced=True
     )
     assert keys(protocol.catalog(told)) == keys(protocol.catalog(whole))
-    assert decisions.doomed(told) == decisions.doomed(whole)
+    assert decisions.pending_deletes(told) == decisions.pending_deletes(whole)
     for name in NAMES:
-        assert protocol.name_taken(name, told) == protocol.name_taken(name, whole)
+        assert protocol.save_named(name, told) == protocol.save_named(name, whole)
         assert protocol.occupant(name, told) == protocol.occupant(name, whole)
 
 
@@ -286,9 +286,9 @@ def test_a_save_that_is_gone_in_one_log_and_lives_in_another_is_asked_for() -> N
     state = lived(50, keep=3, domains=("A", "B"))
     half = fold_entries(state, [Delete("s47", Generation(1, "n")), Gone("s47", Generation(1, "n"))])
     first = {"A": half.to_send(), "B": state.to_send()}
-    assert protocol.name_taken("step_47", first) is not None
+    assert protocol.save_named("step_47", first) is not None
     assert protocol.unsent(first) == {"s47"}
-    assert protocol.name_taken("step_47", sent({"A": half, "B": state})) is None
+    assert protocol.save_named("step_47", sent({"A": half, "B": state})) is None
 
 
 def lived(saves: int, keep: int, domains: tuple[str, ...] = ("A",)) -> LogState:

@@ -6,8 +6,8 @@ import pytest
 
 from ckptfs.commit.catalog.catalog import missing_files
 from ckptfs.commit.delete.shared_data import (
+    file_exists,
     file_key,
-    is_there,
     link_file,
     not_needed,
     stock_path,
@@ -184,11 +184,11 @@ def test_a_shared_file_is_there_with_its_size_or_not_at_all() -> None:
     """What was removed or cut short by hand is not listed by another save."""
     storage = store(Shape.OBJECT)
     (record,) = shared("a/f")
-    assert not drive(is_there(record), storage)
+    assert not drive(file_exists(record), storage)
     storage.replace("_data/a/f", b"four")
-    assert drive(is_there(record), storage)
+    assert drive(file_exists(record), storage)
     storage.replace("_data/a/f", b"three")
-    assert not drive(is_there(record), storage)
+    assert not drive(file_exists(record), storage)
 
 
 @pytest.mark.parametrize(

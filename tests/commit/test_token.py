@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ckptfs.commit.ownership.claim import claim
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import Control
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
@@ -23,7 +23,7 @@ def test_a_rank_that_sees_the_fence_late_looks_again(tmp_path: Path) -> None:
         faults = [Fault("read", ".ckptfs/log/*", 1, Fail(absent))] if control.rank == 3 else []
         plan = Plan(faults)
         storage = FaultyStorage(LocalStorage(Uri.parse(tmp_path / "run")), plan)
-        with claim(sit_down(control, storage, Place(), write=True)) as run:
+        with claim(start_session(control, storage, Place(), write=True)) as run:
             return run.generation[0]
 
     ends = simulate(4, take, nodes=["a", "a", "b", "b"])

@@ -28,7 +28,7 @@ from ckptfs.commit.parts.parts import PartAttempt, apply_everywhere
 from ckptfs.commit.parts.tickets import Decision, SealedPart, Ticket, TicketPart, begin_parts
 from ckptfs.commit.paths import ATTEMPTS, TRASH
 from ckptfs.commit.save.spec import SaveSpec, WrittenPart
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.commit.state import part_name
 from ckptfs.control.control import SoloControl
 from ckptfs.control.world import World
@@ -66,7 +66,7 @@ class Cast:
         return f"{self.base}/run" if self.shared else f"{self.base}/{node}/run"
 
     @contextlib.contextmanager
-    def seat(self, node: str, *, write: bool = True) -> Iterator[Seat]:
+    def session(self, node: str, *, write: bool = True) -> Iterator[RunSession]:
         """One process of its own on a node."""
         here = World.solo()
         world = replace(here, node=f"{here.node}/{node}", job_id="job:cast")
@@ -76,7 +76,7 @@ class Cast:
         if not write:
             storage = ReadOnlyStorage(storage)
         try:
-            yield sit_down(SoloControl(world), storage, Place(), write=write)
+            yield start_session(SoloControl(world), storage, Place(), write=write)
         finally:
             storage.close()
 
@@ -84,7 +84,7 @@ class Cast:
 
     def play(self, label: str, *, publish: bool = True) -> Decision:
         """A driver claims the run and lets everybody save one checkpoint."""
-        with self.seat(HOME) as seat, claim(seat) as run:
+        with self.session(HOME) as session, claim(session) as run:
             return self.act(run, label, publish=publish)
 
     def act(self, run: Run, label: str, *, publish: bool = True) -> Decision:
@@ -98,32 +98,32 @@ class Cast:
 
     def save(self, ticket: Ticket, part: str, label: str) -> SealedPart:
         """One group saves its part."""
-        with self.seat(PARTS[part]) as seat:
-            return save_part(seat, ticket.part(part), contents(label, part))
+        with self.session(PARTS[part]) as session:
+            return save_part(session, ticket.part(part), contents(label, part))
 
     def publish(self, decision: Decision) -> None:
         """The groups make the decision known where they are."""
         for node in ("a", "b"):
-            with self.seat(node) as seat:
-                apply_everywhere(seat, decision.word)
+            with self.session(node) as session:
+                apply_everywhere(session, decision.word)
 
     # -- looking ---------------------------------------------------------------------------
 
     def look(self, label: str, part: str, *, at: str | None = None) -> str:
         """What a reader on a node is told of a part: "whole", "none" or "in doubt"."""
         node = at or PARTS[part]
-        with self.seat(node, write=False) as seat:
+        with self.session(node, write=False) as session:
             try:
-                found = locate(seat, part_name(NAME_OF[label], part))
+                found = locate(session, part_name(NAME_OF[label], part))
             except NotFoundError:
                 return "none"
             except IncompleteCheckpointError as error:
                 return "in doubt" if "in doubt" in error.message else f"lost: {error}"
             assert found.manifest is not None
             files = [f for f in found.manifest.files if f.path.endswith(".distcp")]
-            data = next(f for f in files if f.domain == seat.placement.mine.id)
-            assert seat.storage.read(f"{found.home}/{data.path}") == contents(label, part)
-            said = json.loads(seat.storage.read(found.metadata))
+            data = next(f for f in files if f.domain == session.placement.mine.id)
+            assert session.storage.read(f"{found.home}/{data.path}") == contents(label, part)
+            said = json.loads(session.storage.read(found.metadata))
             assert said == {"label": label, "part": part, "files": [f.path for f in files]}
             return "whole"
 
@@ -138,8 +138,8 @@ class Cast:
 
     def listed(self, node: str) -> list[str]:
         """The committed names that a node's own log tells."""
-        with self.seat(node, write=False) as seat:
-            view = drive(read_view(), seat.storage)
+        with self.session(node, write=False) as session:
+            view = drive(read_view(), session.storage)
             return [] if view is None else [seal.name for seal in list_live(dict([view]))]
 
     def debris(self) -> list[str]:
@@ -159,19 +159,19 @@ class Cast:
         return Cast(to, self.shared)
 
 
-def save_part(seat: Seat, ticket: TicketPart, data: bytes) -> SealedPart:
+def save_part(session: RunSession, ticket: TicketPart, data: bytes) -> SealedPart:
     """As ``ckptfs.save`` does it, with one file of bytes."""
     plan = ticket.plan
     name = part_name(plan.name, plan.part)
-    attempt = PartAttempt(seat, plan, SaveSpec(name, plan.step, run=plan.word.generation))
+    attempt = PartAttempt(session, plan, SaveSpec(name, plan.step, run=plan.word.generation))
     label = data.split()[0].decode()
 
     def write() -> WrittenPart:
-        rank = seat.control.rank
-        with seat.storage.open_write(f"{attempt.prefix}__{rank}_0.distcp") as writer:
+        rank = session.control.rank
+        with session.storage.open_write(f"{attempt.prefix}__{rank}_0.distcp") as writer:
             writer.write(data)
         path = f"{attempt.save_id}/__{rank}_0.distcp"
-        return WrittenPart((FileRecord(path, len(data), seat.placement.mine.id),))
+        return WrittenPart((FileRecord(path, len(data), session.placement.mine.id),))
 
     def finish(parts: list[WrittenPart]) -> dict[str, bytes]:
         paths = [file.path for one in parts for file in one.files]

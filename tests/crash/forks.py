@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.errors import CkptfsError
 from ckptfs.testing.disk import Fsync, PowerCut, SimulatedDisk
 from ckptfs.testing.world import SimulatedDeath
@@ -48,7 +48,7 @@ from tests.crash.rig import (
     judge,
     points,
     prepare,
-    seats,
+    sessions,
     values,
 )
 
@@ -274,7 +274,7 @@ def _survey(job: Job, scenario: Scenario, base: str) -> str:
         return names[-1] == job.deaf
 
     disk = SimulatedDisk(trial, deaf_to=hear)
-    values(seats(job.layout, trial, scenario.victim, job="victim", posix=disk))
+    values(sessions(job.layout, trial, scenario.victim, job="victim", posix=disk))
     if job.how == "sites":
         return json.dumps(sorted(set(names)))
     # The cut after everything was acknowledged comes first: it shows most.
@@ -374,7 +374,7 @@ def _die(job: Job, scenario: Scenario, base: str, point: Point) -> Told:
         faulthandler.dump_traceback_later(VICTIM_TIMEOUT_S, exit=True)
         plan = Mortal(point.nth, point.when, alone=job.how == "alone")
         body = _reporting(scenario.victim, writer)
-        seats(job.layout, base, body, job="victim", plans={point.rank: plan})
+        sessions(job.layout, base, body, job="victim", plans={point.rank: plan})
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
@@ -385,12 +385,12 @@ def _die(job: Job, scenario: Scenario, base: str, point: Point) -> Told:
     return _told(told)
 
 
-def _reporting(victim: Callable[[Seat], Any], writer: int) -> Callable[[Seat], None]:
+def _reporting(victim: Callable[[RunSession], Any], writer: int) -> Callable[[RunSession], None]:
     """A for a success (and the number of the fence that it took), F, U or ? for an error."""
 
-    def body(seat: Seat) -> None:
+    def body(session: RunSession) -> None:
         try:
-            fence = victim(seat)
+            fence = victim(session)
         except (SimulatedDeath, PowerCut):
             raise
         except CkptfsError as error:
@@ -413,7 +413,7 @@ def _cut(job: Job, scenario: Scenario, place: str, point: Point) -> str:
     )
     reader, writer = os.pipe()
     body = _reporting(scenario.victim, writer)
-    seats(job.layout, place, body, job="victim", posix=disk)
+    sessions(job.layout, place, body, job="victim", posix=disk)
     if not disk.is_off:
         disk.cut()
     disk.materialise(

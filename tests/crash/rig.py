@@ -33,7 +33,7 @@ from ckptfs.commit.ownership.claim import Mode, claim
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import IfExists, SaveSpec, WrittenPart
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import Control
 from ckptfs.errors import (
     CollectiveError,
@@ -97,7 +97,7 @@ def contents(label: str, rank: int) -> bytes:
 
 
 def save(
-    seat: Seat, name: str, label: str, run: Run | None = None, *, replace: bool = False
+    session: RunSession, name: str, label: str, run: Run | None = None, *, replace: bool = False
 ) -> str:
     """One save over all ranks; abandons on failure, as the callers of Attempt do."""
     spec = SaveSpec(
@@ -106,15 +106,15 @@ def save(
         IfExists.REPLACE if replace else IfExists.ERROR,
         run=None if run is None else run.generation,
     )
-    attempt = Attempt(seat, spec)
-    rank = seat.control.rank
+    attempt = Attempt(session, spec)
+    rank = session.control.rank
 
     def write() -> WrittenPart:
         data = contents(label, rank)
-        with seat.storage.open_write(f"{attempt.prefix}__{rank}_0.distcp") as writer:
+        with session.storage.open_write(f"{attempt.prefix}__{rank}_0.distcp") as writer:
             writer.write(data)
         path = f"{attempt.save_id}/__{rank}_0.distcp"
-        return WrittenPart((FileRecord(path, len(data), seat.placement.mine.id),))
+        return WrittenPart((FileRecord(path, len(data), session.placement.mine.id),))
 
     def finish(parts: list[WrittenPart]) -> dict[str, bytes]:
         paths = [f.path for part in parts for f in part.files]
@@ -128,16 +128,16 @@ def save(
         raise
 
 
-def save_directory(seat: Seat, name: str, label: str) -> None:
+def save_directory(session: RunSession, name: str, label: str) -> None:
     """A commit of files with plain names, as checkpoint_dir makes it."""
-    attempt = Attempt(seat, SaveSpec(name, None, artifact=Kind.DIRECTORY))
-    rank = seat.control.rank
+    attempt = Attempt(session, SaveSpec(name, None, artifact=Kind.DIRECTORY))
+    rank = session.control.rank
     try:
         attempt.begin()
         with collected_files(attempt) as collector:
             with open(f"{collector.path}/plain_{rank}_0.distcp", "wb") as file:
                 file.write(contents(label, rank))
-            seat.control.step("leave", lambda: None)
+            session.control.step("leave", lambda: None)
             collector.share_out()
             attempt.commit(collector.write, collector.finish)
     except BaseException:
@@ -145,9 +145,9 @@ def save_directory(seat: Seat, name: str, label: str) -> None:
         raise
 
 
-def publish(seat: Seat, name: str, label: str) -> None:
+def publish(session: RunSession, name: str, label: str) -> None:
     """A commit of a directory that lies beside the run, as DirectoryManager.save makes it."""
-    control, here = seat.control, seat.storage.local_path("")
+    control, here = session.control, session.storage.local_path("")
     assert here is not None
     source = os.path.join(here, "..", "..", f"source-{control.world.node}")
     os.makedirs(source, exist_ok=True)
@@ -157,23 +157,23 @@ def publish(seat: Seat, name: str, label: str) -> None:
     nodes = [world.node for world in control.worlds]
     shares = control.step(
         "list",
-        lambda: list_files(source) if seat.placement.is_node_lead else None,
-        lambda told: share_files(told, nodes, [d.ranks for d in seat.placement.domains]),
+        lambda: list_files(source) if session.placement.is_node_lead else None,
+        lambda told: share_files(told, nodes, [d.ranks for d in session.placement.domains]),
     )
-    attempt = Attempt(seat, SaveSpec(name, None, artifact=Kind.DIRECTORY))
+    attempt = Attempt(session, SaveSpec(name, None, artifact=Kind.DIRECTORY))
     try:
         attempt.begin()
-        part = Publication(attempt, seat, source, shares[control.rank])
+        part = Publication(attempt, session, source, shares[control.rank])
         attempt.commit(part.write, part.finish)
     except BaseException:
         attempt.abandon()
         raise
 
 
-Body = Callable[[Seat], Any]
+Body = Callable[[RunSession], Any]
 
 
-def seats(
+def sessions(
     layout: Layout,
     base: str,
     body: Body,
@@ -184,7 +184,7 @@ def seats(
     posix: Posix | None = None,
     read_only: bool = False,
 ) -> list[End[Any]]:
-    """Run ``body(seat)`` on every rank of the layout."""
+    """Run ``body(session)`` on every rank of the layout."""
 
     def sit(control: Control) -> Any:
         where = layout.directory(base, control.world.node)
@@ -194,7 +194,7 @@ def seats(
             storage = FaultyStorage(storage, plans[control.rank])
         guard = ReadOnlyStorage(storage) if read_only else None
         storage = guard or storage
-        value = body(sit_down(control, storage, Place(), write=write))
+        value = body(start_session(control, storage, Place(), write=write))
         assert guard is None or guard.refused == 0, "a reader tried to write"
         return value
 
@@ -230,92 +230,94 @@ class Scenario:
     removed: frozenset[str] = frozenset()
 
 
-def _one(seat: Seat) -> None:
-    save(seat, "step_1", "one")
+def _one(session: RunSession) -> None:
+    save(session, "step_1", "one")
 
 
-def _fresh(seat: Seat) -> None:
-    save(seat, "step_2", "two")
+def _fresh(session: RunSession) -> None:
+    save(session, "step_2", "two")
 
 
-def _fenced_fresh(seat: Seat) -> int:
-    with claim(seat) as run:
-        save(seat, "step_2", "two", run)
+def _fenced_fresh(session: RunSession) -> int:
+    with claim(session) as run:
+        save(session, "step_2", "two", run)
     return run.generation.number
 
 
-def _replaced_once(seat: Seat) -> None:
-    save(seat, "step_1", "one")
-    with claim(seat) as run:
-        save(seat, "step_1", "uno", run, replace=True)
+def _replaced_once(session: RunSession) -> None:
+    save(session, "step_1", "one")
+    with claim(session) as run:
+        save(session, "step_1", "uno", run, replace=True)
 
 
-def _replace_again(seat: Seat) -> int:
+def _replace_again(session: RunSession) -> int:
     # The first one goes now: its successor has a successor.
-    with claim(seat) as run:
-        save(seat, "step_1", "eins", run, replace=True)
+    with claim(session) as run:
+        save(session, "step_1", "eins", run, replace=True)
     return run.generation.number
 
 
-def _two(seat: Seat) -> None:
-    save(seat, "step_1", "one")
-    save(seat, "step_2", "two")
+def _two(session: RunSession) -> None:
+    save(session, "step_1", "one")
+    save(session, "step_2", "two")
 
 
-def _overwrite(seat: Seat) -> int:
-    with claim(seat, Mode.OVERWRITE) as run:
-        save(seat, "step_3", "three", run)
+def _overwrite(session: RunSession) -> int:
+    with claim(session, Mode.OVERWRITE) as run:
+        save(session, "step_3", "three", run)
     return run.generation.number
 
 
-def _retire(seat: Seat) -> int:
-    with claim(seat) as run:
+def _retire(session: RunSession) -> int:
+    with claim(session) as run:
         retirer = Retirer(run, Keep(1), lambda _: True)
-        retained = retirer.after_commit(run.seat)
+        retained = retirer.after_commit(run.session)
         retirer.close(30.0)  # the removal is done, or killed, before the release
     if retained is None:
         raise CommitInDoubtError("a rank was lost while the delete was entered")
     return run.generation.number
 
 
-def _held_twice(seat: Seat) -> int:
+def _held_twice(session: RunSession) -> int:
     # The second one knows what the first has made durable.
-    with claim(seat) as run:
-        save(seat, "step_2", "two", run)
-        save(seat, "step_3", "three", run)
+    with claim(session) as run:
+        save(session, "step_2", "two", run)
+        save(session, "step_3", "three", run)
     return run.generation.number
 
 
-def _withdrawn(seat: Seat) -> int:
+def _withdrawn(session: RunSession) -> int:
     # No other save comes between the projection and the delete.
-    with claim(seat) as run:
+    with claim(session) as run:
         retirer = Retirer(run, Keep(), lambda _: True)
-        save_id = save(seat, "step_2", "two", run)
-        retirer.delete(run.seat, save_id)
+        save_id = save(session, "step_2", "two", run)
+        retirer.delete(run.session, save_id)
         retirer.close(30.0)
     return run.generation.number
 
 
-def _claim(seat: Seat) -> int:
-    with claim(seat) as run:
+def _claim(session: RunSession) -> int:
+    with claim(session) as run:
         return run.generation.number
 
 
-def _directory(seat: Seat) -> None:
-    save_directory(seat, "step_2", "two")
+def _directory(session: RunSession) -> None:
+    save_directory(session, "step_2", "two")
 
 
-def _published(seat: Seat) -> None:
-    publish(seat, "step_2", "two")
+def _published(session: RunSession) -> None:
+    publish(session, "step_2", "two")
 
 
-def _abandoned(seat: Seat) -> None:
-    attempt = Attempt(seat, SaveSpec("step_2", None))
+def _abandoned(session: RunSession) -> None:
+    attempt = Attempt(session, SaveSpec("step_2", None))
 
     def write() -> WrittenPart:
-        with seat.storage.open_write(f"{attempt.prefix}__{seat.control.rank}_0.distcp") as writer:
-            writer.write(contents("two", seat.control.rank))
-        raise NoSpaceError("the disk is full", uri=seat.storage.root)
+        with session.storage.open_write(
+            f"{attempt.prefix}__{session.control.rank}_0.distcp"
+        ) as writer:
+            writer.write(contents("two", session.control.rank))
+        raise NoSpaceError("the disk is full", uri=session.storage.root)
 
     try:
         attempt.begin()
@@ -324,23 +326,23 @@ def _abandoned(seat: Seat) -> None:
         attempt.abandon()
 
 
-def _nothing(seat: Seat) -> None:
-    del seat
+def _nothing(session: RunSession) -> None:
+    del session
 
 
-def _one_removed(seat: Seat) -> None:
-    save(seat, "step_1", "one")
-    save(seat, "step_2", "two")
-    if seat.placement.is_owner:
-        shutil.rmtree(seat.storage.local_path("step_1") or "")
+def _one_removed(session: RunSession) -> None:
+    save(session, "step_1", "one")
+    save(session, "step_2", "two")
+    if session.placement.is_owner:
+        shutil.rmtree(session.storage.local_path("step_1") or "")
 
 
-def _removed_again(seat: Seat) -> None:
-    save(seat, "step_1", "uno")
+def _removed_again(session: RunSession) -> None:
+    save(session, "step_1", "uno")
 
 
-def _birth(seat: Seat) -> None:
-    save(seat, "step_1", "one")
+def _birth(session: RunSession) -> None:
+    save(session, "step_1", "one")
 
 
 SCENARIOS = {
@@ -415,7 +417,7 @@ def prepare(scenario: Scenario, layout: Layout, base: str) -> None:
             os.makedirs(os.path.dirname(f"{path}/{name}"), exist_ok=True)
             with open(f"{path}/{name}", "w", encoding="utf-8") as file:
                 file.write(f"foreign {name}")
-    values(seats(layout, base, scenario.before, job="before"))
+    values(sessions(layout, base, scenario.before, job="before"))
 
 
 # -- where it dies ------------------------------------------------------------------------------
@@ -465,7 +467,7 @@ class Mortal(Plan):
 def points(scenario: Scenario, layout: Layout, base: str) -> Iterator[Point]:
     """Every moment of every rank, found by letting the victim live once. Uses up ``base``."""
     plans = {rank: Mortal(None, "before", alone=True) for rank in range(len(layout.nodes))}
-    values(seats(layout, base, scenario.victim, job="victim", plans=plans))
+    values(sessions(layout, base, scenario.victim, job="victim", plans=plans))
     for rank, plan in plans.items():
         for nth, (op, _) in enumerate(plan.names, 1):
             yield Point(rank, nth)
@@ -492,41 +494,41 @@ class Sight:
 def look(layout: Layout, base: str, names: Sequence[str]) -> Sight:
     """Read everything there is, through every rank, with a storage that refuses to write."""
 
-    def read(seat: Seat) -> tuple[dict[str, str], set[str], int]:
+    def read(session: RunSession) -> tuple[dict[str, str], set[str], int]:
         seen = {}
         for name in names:
             try:
-                found = locate(seat, name)
+                found = locate(session, name)
             except (NotFoundError, IncompleteCheckpointError):
                 continue  # also what the log has and nobody finds: it is in no state that is allowed
-            seen[name] = _label(seat, found)
-        view = drive(read_view(), seat.storage)
+            seen[name] = _label(session, found)
+        view = drive(read_view(), session.storage)
         views = {} if view is None else dict([view])
-        unlogged = drive(list_unlogged(views, seat.storage.root), seat.storage)
+        unlogged = drive(list_unlogged(views, session.storage.root), session.storage)
         assert not unlogged, f"not in the log, yet listed: {unlogged}"
         fence = max((v.generation.number for v in views.values()), default=0)
         return seen, {seal.name for seal in list_live(views)}, fence
 
-    found = values(seats(layout, base, read, job="reader", write=False, read_only=True))
+    found = values(sessions(layout, base, read, job="reader", write=False, read_only=True))
     states = [state for state, _, _ in found]
     assert all(state == states[0] for state in states), f"ranks see different states: {states}"
     return Sight(states[0], [names for _, names, _ in found], [fence for _, _, fence in found])
 
 
-def _label(seat: Seat, found: Found) -> str:
+def _label(session: RunSession, found: Found) -> str:
     """Read this rank's share of a checkpoint, bit by bit."""
     assert found.manifest is not None
     files = [f for f in found.manifest.files if f.path.endswith(".distcp")]
     if found.manifest.artifact is Kind.DIRECTORY:
-        here = next(f for f in files if f.domain == seat.placement.mine.id)
-        label = seat.storage.read(f"{found.home}/{here.path}").decode().split()[0]
+        here = next(f for f in files if f.domain == session.placement.mine.id)
+        label = session.storage.read(f"{found.home}/{here.path}").decode().split()[0]
     else:
-        said = json.loads(seat.storage.read(found.metadata))
+        said = json.loads(session.storage.read(found.metadata))
         label = str(said["label"])
         assert sorted(f.path for f in files) == sorted(said["files"])
     for record in files:
-        if record.domain == seat.placement.mine.id:
-            data = seat.storage.read(f"{found.home}/{record.path}")
+        if record.domain == session.placement.mine.id:
+            data = session.storage.read(f"{found.home}/{record.path}")
             wanted = contents(label, rank_of(record.path))
             assert data == wanted, f"{record.path} is not what {label} wrote"
     return label
@@ -602,11 +604,11 @@ def judge(
     _check_stock(stock_look(layout, base), first.state, scenario)
 
     # The next writer: recovers, goes on, leaves in peace.
-    def go_on(seat: Seat) -> None:
-        with claim(seat) as run:
-            save(seat, "next", "next", run)
+    def go_on(session: RunSession) -> None:
+        with claim(session) as run:
+            save(session, "next", "next", run)
 
-    values(seats(layout, base, go_on, job=next_job))
+    values(sessions(layout, base, go_on, job=next_job))
     after = look(layout, base, [*names, "next"])
     settled = {name: label for name, label in after.state.items() if name != "next"}
     assert after.state.get("next") == "next"

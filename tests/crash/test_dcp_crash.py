@@ -93,7 +93,7 @@ def save(run: str, name: str, value: int, plan: Any) -> None:
 
     from ckptfs.commit.ownership.claim import Takeover, claim
     from ckptfs.commit.save.spec import IfExists, SaveSpec
-    from ckptfs.commit.session import Place, sit_down
+    from ckptfs.commit.session import Place, start_session
     from ckptfs.control.control import Control
     from ckptfs.dcp.saving import save_at
     from ckptfs.storage.registry import open_storage
@@ -102,12 +102,12 @@ def save(run: str, name: str, value: int, plan: Any) -> None:
 
     def body(control: Control) -> None:
         storage = FaultyStorage(open_storage(run), plan)
-        seat = sit_down(control, storage, Place(), write=True)
-        with claim(seat, takeover=Takeover.FORCE) as held:
+        session = start_session(control, storage, Place(), write=True)
+        with claim(session, takeover=Takeover.FORCE) as held:
             spec = SaveSpec(name, value, IfExists.REPLACE, run=held.generation)
             target = storage.root / name
             state = mine(control.rank, value)
-            save_at(state, seat, target, spec)
+            save_at(state, session, target, spec)
 
     torch.set_num_threads(1)  # after a fork the first use makes a pool, and two threads would race
     for end in simulate(RANKS, body):

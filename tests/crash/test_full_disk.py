@@ -24,7 +24,7 @@ from tests.crash.rig import (
     Told,
     judge,
     prepare,
-    seats,
+    sessions,
     values,
 )
 
@@ -56,7 +56,7 @@ def moments(base: Path, scenario: str, layout: Layout) -> Iterator[tuple[int, in
     shutil.copytree(base / "before", base / "trial")
     plans = {rank: Mortal(None, "before", alone=True) for rank in range(len(layout.nodes))}
     trial = str(base / "trial")
-    values(seats(layout, trial, SCENARIOS[scenario].victim, job="victim", plans=plans))
+    values(sessions(layout, trial, SCENARIOS[scenario].victim, job="victim", plans=plans))
     for rank, plan in plans.items():
         for nth, (op, key) in enumerate(plan.names, 1):
             if op in WRITING:
@@ -79,7 +79,7 @@ def run_case(
     place = str(base / name)
     shutil.copytree(base / "before", place)
     victim = SCENARIOS[scenario].victim
-    ends = seats(layout, place, victim, job="victim", plans={rank: plan})
+    ends = sessions(layout, place, victim, job="victim", plans={rank: plan})
     error = one_outcome(ends)
     told = Told(acknowledged=error is None, failed=error is not None and error.outcome == "failed")
     end = judge(SCENARIOS[scenario], layout, place, told, next_job="victim")
@@ -148,11 +148,13 @@ def test_a_name_sealed_in_one_domain_only_is_refused_before_a_byte_is_written(
     place = str(memory_path / "before")
     full = Broken(seal[1], errno.ENOSPC, GROWING, once=False)
     assert one_outcome(
-        seats(TWO_DOMAINS, place, SCENARIOS["fresh"].victim, job="first", plans={seal[0]: full})
+        sessions(TWO_DOMAINS, place, SCENARIOS["fresh"].victim, job="first", plans={seal[0]: full})
     )
 
     counting = Mortal(None, "before", alone=True)
-    again = seats(TWO_DOMAINS, place, SCENARIOS["fresh"].victim, job="second", plans={0: counting})
+    again = sessions(
+        TWO_DOMAINS, place, SCENARIOS["fresh"].victim, job="second", plans={0: counting}
+    )
     error = one_outcome(again)
     assert isinstance(error, CommitConflictError)
     assert "is in doubt" in str(error)

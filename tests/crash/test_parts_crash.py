@@ -19,7 +19,7 @@ import pytest
 from ckptfs.commit.delete.deletion_steps import REMOVED_BY_HAND
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.paths import LOG
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import Control
 from ckptfs.errors import CkptfsError, FencedError
 from ckptfs.storage.local import LocalStorage
@@ -44,7 +44,7 @@ def die(cast: Cast, plan: Plan, label: str = "two") -> bool:
     cast.plan = plan
     told = False
     try:
-        with cast.seat(HOME) as seat, claim(seat) as run:
+        with cast.session(HOME) as session, claim(session) as run:
             decision = cast.act(run, label, publish=False)
             told = True
             cast.publish(decision)
@@ -170,7 +170,7 @@ def test_a_lost_home_keeps_every_promise(memory_path: Path) -> None:
     cast = prepared(memory_path, shared=False)
     cast.play("two", publish=False)
     shutil.rmtree(cast.directory(HOME))
-    with cast.seat("a") as seat, claim(seat) as run:
+    with cast.session("a") as session, claim(session) as run:
         assert run.in_doubt == (f"{NAME_OF['two']}/actor",)
     assert cast.look("two", "actor") == "in doubt"
     assert cast.look("one", "actor") == "whole"
@@ -192,8 +192,8 @@ def test_after_a_lost_home_one_claim_over_all_disks_lets_the_next_tickets_in(
 
     def together(control: Control) -> None:
         where = cast.directory((HOME, "a", "b")[control.rank])
-        seat = sit_down(control, LocalStorage(ROOT, directory=where), Place(), write=True)
-        claim(seat).release()
+        session = start_session(control, LocalStorage(ROOT, directory=where), Place(), write=True)
+        claim(session).release()
 
     for end in simulate(3, together, nodes=(HOME, "a", "b"), job_id="job:cast"):
         end.get()

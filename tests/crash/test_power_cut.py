@@ -17,7 +17,7 @@ import pytest
 
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import SoloControl
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
@@ -26,7 +26,7 @@ from ckptfs.testing.faults import Fault, FaultyStorage, Hold, Plan
 from ckptfs.testing.world import SimulatedDeath
 from ckptfs.uri import Uri
 from tests.crash.forks import Job, deaths, fsync_sites
-from tests.crash.rig import ONE_DOMAIN, SCENARIOS, SOLO, Layout, look, prepare, seats
+from tests.crash.rig import ONE_DOMAIN, SCENARIOS, SOLO, Layout, look, prepare, sessions
 from tests.crash.test_commit_crash import assert_all_well
 
 # Scenarios whose data files pass the disk by are not for here: people write them with open().
@@ -73,7 +73,7 @@ def test_campaign_every_power_cut(scenario: str, layout: Layout, luck: int) -> N
 # Sites whose omission shows nothing here, and why they stay.
 STAY = {
     "make_dir>_probe_once>probe_posix>sync_dir": "asks whether directories can be synced",
-    "replace>_write_in_directory>_replace>write_whole": "the lease; tests/storage proves replace()",
+    "replace>_write_in_directory>_replace>write_file": "the lease; tests/storage proves replace()",
     "replace>_sync_directory>sync_dir": "the lease; tests/storage proves replace()",
     "sync>sync_dir /deep/run/.ckptfs/log #1": "test_a_newcomer_makes_durable_what_it_folded",
     # Of a second delete in one run; the first one proves the line.
@@ -151,7 +151,7 @@ def test_a_newcomer_makes_durable_what_it_folded(memory_path: Path) -> None:
         inner = LocalStorage(run_uri, posix=disk, directory=SOLO.directory(str(base), "a"))
         plan = Plan([Fault("sync", ".ckptfs/log", 1, before_sync)])
         storage = FaultyStorage(inner, plan)
-        return claim(sit_down(SoloControl(), storage, Place(), write=True))
+        return claim(start_session(SoloControl(), storage, Place(), write=True))
 
     with ThreadPoolExecutor(1) as pool:
         claiming = pool.submit(newcomer)
@@ -159,7 +159,7 @@ def test_a_newcomer_makes_durable_what_it_folded(memory_path: Path) -> None:
         # Its fence is there. A plain save comes, and dies when its seal is linked.
         number = len(os.listdir(f"{SOLO.directory(str(base), 'a')}/.ckptfs/log"))
         dying: Any = DiesAfterLink(disk, f"{number:08d}")
-        (end,) = seats(SOLO, str(base), SCENARIOS["fresh"].victim, job="plain", posix=dying)
+        (end,) = sessions(SOLO, str(base), SCENARIOS["fresh"].victim, job="plain", posix=dying)
         assert end.died
         before_sync.release.set()
         run = claiming.result(120)

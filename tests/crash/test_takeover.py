@@ -24,7 +24,7 @@ from ckptfs.commit.ownership.claim import Mode, Takeover, claim
 from ckptfs.commit.ownership.lease import LeaseTimes
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.paths import ATTEMPTS, LOG, TRASH
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import SoloControl
 from ckptfs.control.world import World
 from ckptfs.errors import CkptfsError, FencedError, RunBusyError
@@ -74,9 +74,9 @@ def own(rank: Rank) -> object:
     plan = _Announced(rank)
     root = Uri.parse(str(rank.args["run"]))
     storage = FaultyStorage(LocalStorage(root), plan)
-    seat = sit_down(SoloControl(), storage, Place(), write=True)
-    run = claim(seat, times=SHORT)
-    rig.save(seat, "step_1", "one", run)
+    session = start_session(SoloControl(), storage, Place(), write=True)
+    run = claim(session, times=SHORT)
+    rig.save(session, "step_1", "one", run)
     rank.tell("holding", number=run.generation.number)
     said = rank.hold("do")
     if said["what"] == "release":
@@ -85,19 +85,19 @@ def own(rank: Rank) -> object:
     if said["stop"]:
         plan.stop_at(*STOPS[said["stop"]])
     try:
-        rig.save(seat, "step_2", "late", run)
+        rig.save(session, "step_2", "late", run)
     except CkptfsError as error:
         return {"type": type(error).__name__, "text": str(error)}
     return "committed"
 
 
 @contextmanager
-def newcomer(run: str, *, node: str = "here", job: str | None = "new") -> Iterator[Seat]:
-    """A seat of this process, seen as a job of that name on that node."""
+def newcomer(run: str, *, node: str = "here", job: str | None = "new") -> Iterator[RunSession]:
+    """A session of this process, seen as a job of that name on that node."""
     here = World.solo()
     world = replace(here, node=f"{here.node}/{node}", job_id=None if job is None else f"job:{job}")
     storage = LocalStorage(Uri.parse(run))
-    yield sit_down(SoloControl(world), storage, Place(), write=True)
+    yield start_session(SoloControl(world), storage, Place(), write=True)
     storage.close()
 
 
@@ -129,8 +129,8 @@ class Held:
 
     def catalog(self) -> dict[str, str]:
         """The committed names and the save that each shows."""
-        with newcomer(self.run) as seat:
-            view = drive(read_view(), seat.storage)
+        with newcomer(self.run) as session:
+            view = drive(read_view(), session.storage)
             assert view is not None
             return {seal.name: seal.save_id for seal in list_live(dict([view]))}
 
@@ -149,16 +149,16 @@ def held(tmp_path: Path) -> Iterator[Held]:
         yield Held(run, ranks)
 
 
-def take(seat: Seat, **how: Any) -> Run:
+def take(session: RunSession, **how: Any) -> Run:
     """A claim that releases nothing at the end: the caller does."""
-    return claim(seat, Mode.RESUME, **{"times": ENDLESS, **how})
+    return claim(session, Mode.RESUME, **{"times": ENDLESS, **how})
 
 
 def test_living_owner_is_named_and_keeps_its_run(held: Held) -> None:
     """A newcomer learns host, pid, job and last commit of the owner, and the owner goes on."""
     before = held.entries()
-    with newcomer(held.run) as seat, pytest.raises(RunBusyError) as caught:
-        take(seat)
+    with newcomer(held.run) as session, pytest.raises(RunBusyError) as caught:
+        take(session)
     text = str(caught.value)
     for part in (
         f"host {socket.gethostname()} ",
@@ -178,12 +178,12 @@ def test_living_owner_is_named_and_keeps_its_run(held: Held) -> None:
 def test_frozen_owner_loses_the_run_after_still_s_and_is_fenced_when_it_wakes(held: Held) -> None:
     """Only a lease that stood still for still_s is taken; the sleeper's save then changes nothing."""
     held.ranks.freeze(0)
-    with newcomer(held.run) as seat:
+    with newcomer(held.run) as session:
         begun = time.monotonic()
-        with take(seat, times=SHORT) as run:
+        with take(session, times=SHORT) as run:
             assert time.monotonic() - begun >= SHORT.still_s
             assert run.generation.number == 2
-            rig.save(seat, "step_3", "three", run)
+            rig.save(session, "step_3", "three", run)
             before, entries = held.catalog(), held.entries()
             held.ranks.thaw(0)
             held.tell("save")
@@ -202,9 +202,9 @@ def test_owner_frozen_inside_a_save_is_fenced_and_leaves_no_byte(held: Held, poi
     held.tell("save", stop=point)
     held.ranks.wait("stopped")
     held.ranks.freeze(0)
-    with newcomer(held.run) as seat:
-        with take(seat, times=SHORT) as run:
-            rig.save(seat, "step_3", "three", run)
+    with newcomer(held.run) as session:
+        with take(session, times=SHORT) as run:
+            rig.save(session, "step_3", "three", run)
             before = held.catalog()
             assert set(before) == {"step_1", "step_3"}
             held.ranks.thaw(0)
@@ -212,7 +212,7 @@ def test_owner_frozen_inside_a_save_is_fenced_and_leaves_no_byte(held: Held, poi
             ended = held.end()
             assert held.catalog() == before
         assert ended["type"] == "FencedError", ended
-        with take(seat):
+        with take(session):
             assert held.catalog() == before
             assert not held.leftovers()
     assert not os.path.exists(f"{held.run}/step_2")
@@ -222,35 +222,35 @@ def test_released_run_is_free_at_once(held: Held) -> None:
     """After release() nobody watches a lease, also with takeover="never"."""
     held.tell("release")
     assert held.end() == "released"
-    with newcomer(held.run) as seat, take(seat, takeover=Takeover.NEVER) as run:
+    with newcomer(held.run) as session, take(session, takeover=Takeover.NEVER) as run:
         assert run.generation.number == 2
 
 
 def test_dead_process_of_the_same_node_is_not_waited_for(held: Held) -> None:
     """A pid that is gone from this very node has no lease to keep."""
     held.kill()
-    with newcomer(held.run, node="there") as seat, take(seat) as run:
+    with newcomer(held.run, node="there") as session, take(session) as run:
         assert run.generation.number == 2
 
 
 def test_dead_process_of_another_node_is_given_its_lease(held: Held) -> None:
     """A pid says nothing about another node: the newcomer waits until the lease stood still."""
     held.kill()
-    with newcomer(held.run, node="elsewhere") as seat:
+    with newcomer(held.run, node="elsewhere") as session:
         begun = time.monotonic()
-        with take(seat, times=SHORT):
+        with take(session, times=SHORT):
             assert time.monotonic() - begun >= SHORT.still_s
 
 
 def test_living_process_of_the_same_node_is_watched(held: Held) -> None:
     """The same node alone is no reason to take a run from a process that lives."""
-    with newcomer(held.run, node="there") as seat, pytest.raises(RunBusyError):
-        take(seat)
+    with newcomer(held.run, node="there") as session, pytest.raises(RunBusyError):
+        take(session)
 
 
 def test_same_job_takes_over_at_once(held: Held) -> None:
     """A restart of the same job fences its former self without waiting, from any node."""
-    with newcomer(held.run, job="old") as seat, take(seat) as run:
+    with newcomer(held.run, job="old") as session, take(session) as run:
         assert run.generation.number == 2
         held.tell("save")
         assert held.end()["type"] == "FencedError"
@@ -259,18 +259,18 @@ def test_same_job_takes_over_at_once(held: Held) -> None:
 def test_takeover_never_does_not_wait_even_for_a_dead_owner(held: Held) -> None:
     """takeover="never" is RunBusyError at once, be the owner alive or dead."""
     for node in ("here", "there"):
-        with newcomer(held.run, node=node) as seat, pytest.raises(RunBusyError, match="job:old"):
-            take(seat, takeover=Takeover.NEVER)
+        with newcomer(held.run, node=node) as session, pytest.raises(RunBusyError, match="job:old"):
+            take(session, takeover=Takeover.NEVER)
     held.kill()
-    with newcomer(held.run, node="there") as seat, pytest.raises(RunBusyError, match="job:old"):
-        take(seat, takeover=Takeover.NEVER)
+    with newcomer(held.run, node="there") as session, pytest.raises(RunBusyError, match="job:old"):
+        take(session, takeover=Takeover.NEVER)
 
 
 def test_takeover_force_takes_a_living_owners_run(held: Held) -> None:
     """takeover="force" asks nobody; the living owner is fenced at its next save."""
-    with newcomer(held.run) as seat, take(seat, takeover=Takeover.FORCE) as run:
+    with newcomer(held.run) as session, take(session, takeover=Takeover.FORCE) as run:
         assert run.generation.number == 2
-        rig.save(seat, "step_3", "three", run)
+        rig.save(session, "step_3", "three", run)
         before = held.catalog()
         held.tell("save")
         assert held.end()["type"] == FencedError.__name__

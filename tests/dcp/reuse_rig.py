@@ -28,7 +28,7 @@ from ckptfs.commit.ownership.run import _OWNED
 from ckptfs.commit.ownership.run import Run as HeldRun
 from ckptfs.commit.paths import SHARED
 from ckptfs.commit.save.spec import IfExists, SaveSpec, fresh_ids
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import SoloControl
 from ckptfs.control.world import World
 from ckptfs.dcp.incremental.reuse import Cut, Memory, Unchanged
@@ -62,10 +62,12 @@ class Run:
         """Whoever held the run is gone; another process takes it, and is hurt as ``plan`` says."""
         self.bury()
         storage = self.plain if plan is None else FaultyStorage(self.plain, plan)
-        seat = sit_down(SoloControl(World.solo()), storage, Place(), write=True)
-        held = claim(seat, takeover=Takeover.FORCE)
+        session = start_session(SoloControl(World.solo()), storage, Place(), write=True)
+        held = claim(session, takeover=Takeover.FORCE)
         # Deletes here and now: in a thread their operations would come in another order each time.
-        self.held = dataclasses.replace(held, seat=dataclasses.replace(held.seat, background=None))
+        self.held = dataclasses.replace(
+            held, session=dataclasses.replace(held.session, background=None)
+        )
         for run in (held, self.held):
             # Collected, it would be released by a thread, at any moment: the dead release nothing.
             run._ownership.left.set()
@@ -97,32 +99,32 @@ class Run:
         """One save, over an older one of the name if there is one."""
         assert self.held is not None
         spec = SaveSpec(name, None, IfExists.REPLACE, artifact=kind, run=self.held.generation)
-        return save_at(state, self.held.seat, self.plain.root / name, spec, self.options)
+        return save_at(state, self.held.session, self.plain.root / name, spec, self.options)
 
     def delete(self, name: str) -> None:
         """Delete the live save of a name, entry and bytes."""
         assert self.held is not None
-        seat, state = self.held.seat, drive(catch_up(), self.plain)
-        domain = seat.placement.mine.id
+        session, state = self.held.session, drive(catch_up(), self.plain)
+        domain = session.placement.mine.id
         program = delete_save(
             self.seal(name),
             {domain: state},
-            Means(domain, seat.caps, self._ids),
+            Means(domain, session.caps, self._ids),
             self.held.generation,
             reason="the test",
         )
-        drive(program, seat.storage)
+        drive(program, session.storage)
 
     # -- what can be seen -------------------------------------------------------------------
 
     def load(self, name: str, like: dict[str, Any]) -> dict[str, Any]:
-        """What lies under a name, through a seat that may only read."""
-        seat = sit_down(SoloControl(World.solo()), self.plain, Place(), write=False)
+        """What lies under a name, through a session that may only read."""
+        session = start_session(SoloControl(World.solo()), self.plain, Place(), write=False)
         blank = copy.deepcopy(like)
         for value in blank.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
-        load_at(blank, seat, self.plain.root / name, locate(seat, name))
+        load_at(blank, session, self.plain.root / name, locate(session, name))
         return blank
 
     def seals(self) -> list[Seal]:

@@ -20,7 +20,7 @@ from ckptfs.commit.manifest import FileRecord, decode_manifest
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.save.spec import SaveSpec, fresh_save_id
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.commit.state import catalog
 from ckptfs.control.control import Control
 from ckptfs.dcp.loading import load_at
@@ -62,30 +62,32 @@ def blank(ranks: int, me: int) -> dict[str, Any]:
     }
 
 
-def seat_at(control: Control, place: Path, *, node_local: bool, write: bool = True) -> Seat:
-    """A seat at ``place``, or at a directory of each simulated node behind one URI."""
+def session_at(
+    control: Control, place: Path, *, node_local: bool, write: bool = True
+) -> RunSession:
+    """A session at ``place``, or at a directory of each simulated node behind one URI."""
     uri = Uri.parse(place)
     here = f"{place}/{control.world.node}" if node_local else str(place)
-    return sit_down(control, LocalStorage(uri, directory=here), Place(), write=write)
+    return start_session(control, LocalStorage(uri, directory=here), Place(), write=write)
 
 
 def saved(control: Control, place: Path, *, node_local: bool, name: str = "step_7") -> Seal:
     """Save on all ranks; its seal."""
-    seat = seat_at(control, place, node_local=node_local)
+    session = session_at(control, place, node_local=node_local)
     spec = SaveSpec(name, 7, per_rank=("own.*",), metrics=(("loss", 0.25),))
-    save_at(state_of(control.rank), seat, Uri.parse(place) / name, spec)
-    return seal_in(seat, name)
+    save_at(state_of(control.rank), session, Uri.parse(place) / name, spec)
+    return seal_in(session, name)
 
 
-def seal_in(seat: Seat, name: str) -> Seal:
+def seal_in(session: RunSession, name: str) -> Seal:
     """The live save of a name."""
 
     def local() -> Seal:
-        view = drive(read_view(), seat.storage)
+        view = drive(read_view(), session.storage)
         assert view is not None
         return next(x.seal for x in catalog(dict([view])) if x.seal.name == name)
 
-    return seat.control.step("seal", local)[0]
+    return session.control.step("seal", local)[0]
 
 
 def ran(ends: Sequence[End[Any]]) -> list[Any]:
@@ -115,8 +117,8 @@ def test_a_copy_from_shared_to_shared_is_equal_and_loads(tmp_path: Path, ranks: 
 
     def body(control: Control) -> Any:
         seal = saved(control, primary, node_local=False)
-        source = seat_at(control, primary, node_local=False)
-        target = seat_at(control, copy, node_local=False)
+        source = session_at(control, primary, node_local=False)
+        target = session_at(control, copy, node_local=False)
         result = copy_checkpoint(source, seal, target)
         return seal, seal_in(target, "step_7"), result.total.files, result.mine.files
 
@@ -145,8 +147,8 @@ def test_node_local_shards_become_one_checkpoint_on_shared_storage(tmp_path: Pat
 
     def body(control: Control) -> Any:
         seal = saved(control, primary, node_local=True)
-        source = seat_at(control, primary, node_local=True)
-        target = seat_at(control, copy, node_local=False)
+        source = session_at(control, primary, node_local=True)
+        target = session_at(control, copy, node_local=False)
         result = copy_checkpoint(source, seal, target)
         # Back on the ranks that saved it, each gets its own.
         state = state_of(control.rank) | {"shared": torch.zeros(7), "own": {"rng": torch.zeros(3)}}
@@ -174,8 +176,8 @@ def test_node_local_to_node_local_has_metadata_for_each_domain(tmp_path: Path) -
 
     def body(control: Control) -> bool:
         seal = saved(control, primary, node_local=True)
-        source = seat_at(control, primary, node_local=True)
-        target = seat_at(control, copy, node_local=True)
+        source = session_at(control, primary, node_local=True)
+        target = session_at(control, copy, node_local=True)
         copy_checkpoint(source, seal, target)
         # Every rank reads from its own node's disk alone: its shard, and what is replicated.
         state: dict[str, Any] = {"shared": torch.zeros(7), "lr": 0.0}
@@ -200,8 +202,8 @@ def test_a_node_that_came_later_takes_part_and_a_lost_one_is_named(tmp_path: Pat
 
     def copied_to(copy: Path) -> Callable[[Control], int]:
         def body(control: Control) -> int:
-            source = seat_at(control, primary, node_local=True)
-            target = seat_at(control, copy, node_local=False)
+            source = session_at(control, primary, node_local=True)
+            target = session_at(control, copy, node_local=False)
             return copy_checkpoint(source, seal, target).total.files
 
         return body
@@ -256,8 +258,8 @@ def test_a_damaged_source_is_never_committed(tmp_path: Path, damage: str) -> Non
     spoil(file)
 
     def body(control: Control) -> None:
-        source = seat_at(control, primary, node_local=False)
-        copy_checkpoint(source, seal, seat_at(control, copy, node_local=False))
+        source = session_at(control, primary, node_local=False)
+        copy_checkpoint(source, seal, session_at(control, copy, node_local=False))
 
     for end in simulate(2, body):
         with pytest.raises(ckptfs.CollectiveError) as told:
@@ -277,8 +279,8 @@ def test_metadata_that_points_elsewhere_is_not_copied(tmp_path: Path) -> None:
     flip(file)
 
     def body(control: Control) -> None:
-        source = seat_at(control, primary, node_local=False)
-        copy_checkpoint(source, seal, seat_at(control, tmp_path / "copy", node_local=False))
+        source = session_at(control, primary, node_local=False)
+        copy_checkpoint(source, seal, session_at(control, tmp_path / "copy", node_local=False))
 
     [end] = simulate(1, body)
     with pytest.raises(ckptfs.CollectiveError, match="the metadata differs from what was saved"):
@@ -291,13 +293,13 @@ def test_a_copy_is_exclusive_by_name_unless_the_run_is_held(tmp_path: Path) -> N
 
     def body(control: Control) -> None:
         seal = saved(control, primary, node_local=False)
-        source = seat_at(control, primary, node_local=False)
+        source = session_at(control, primary, node_local=False)
         copy_checkpoint(source, seal, source, name="kept", save_id="a-copy")
         with pytest.raises(ckptfs.CommitConflictError):
             copy_checkpoint(source, seal, source, name="kept", save_id="another")
-        with claim(seat_at(control, primary, node_local=False)) as run:
+        with claim(session_at(control, primary, node_local=False)) as run:
             copy_checkpoint(
-                source, seal, run.seat, name="kept", save_id="third", run=run.generation
+                source, seal, run.session, name="kept", save_id="third", run=run.generation
             )
 
     ran(simulate(2, body))
@@ -314,7 +316,7 @@ def test_a_directory_of_plain_files_keeps_its_names(tmp_path: Path) -> None:
         Path(path, "config.json").write_text("{}")
 
     def body(control: Control) -> None:
-        source = seat_at(control, tmp_path / "run", node_local=False)
+        source = session_at(control, tmp_path / "run", node_local=False)
         for _ in range(2):
             copy_checkpoint(
                 source, seal_in(source, "model"), source, name="other", save_id=fresh_save_id()
@@ -397,6 +399,6 @@ def test_every_block_is_compared_however_the_file_is_read(tmp_path: Path, window
 
 
 def _saved_as(control: Control, place: Path, state: dict[str, Any]) -> Seal:
-    seat = seat_at(control, place / "run", node_local=False)
-    save_at(state, seat, Uri.parse(place) / "run/step_1", SaveSpec("step_1", 1))
-    return seal_in(seat, "step_1")
+    session = session_at(control, place / "run", node_local=False)
+    save_at(state, session, Uri.parse(place) / "run/step_1", SaveSpec("step_1", 1))
+    return seal_in(session, "step_1")

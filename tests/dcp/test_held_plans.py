@@ -10,7 +10,7 @@ import torch
 
 import ckptfs
 from ckptfs.commit.ownership.claim import claim
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import Control
 from ckptfs.storage.local import LocalStorage
 from ckptfs.uri import Uri
@@ -27,7 +27,7 @@ def test_a_saves_plan_is_known_to_the_next_save_of_the_run(tmp_path: Path) -> No
 
     def saves(control: Control, first: int) -> None:
         storage = LocalStorage(Uri.parse(tmp_path / "run"))
-        with claim(sit_down(control, storage, Place(), write=True)) as held:
+        with claim(start_session(control, storage, Place(), write=True)) as held:
             for step in (first, first + 1):
                 ckptfs.save(_state(step), tmp_path / "run" / f"step_{step}", run=held)
         assert held.plans is None, "what nobody can use any more holds no memory"

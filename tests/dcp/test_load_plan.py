@@ -37,7 +37,7 @@ from ckptfs.dcp.metadata.metadata_reader import (
     Inventory,
     Renamed,
     SavedTensor,
-    Whole,
+    TorchInventory,
     decode_metadata,
     read_inventory,
 )
@@ -58,7 +58,7 @@ FORMATS = Path(__file__).parents[1] / "formats"
 
 def says_the_same(inventory: Inventory, metadata: Metadata) -> None:
     """Fail unless both say the same of every key, in the same order."""
-    other = Whole(metadata)
+    other = TorchInventory(metadata)
     assert list(inventory.keys) == list(other.keys)
     for key in inventory.keys:
         one, two = inventory.tensor(key), other.tensor(key)
@@ -394,7 +394,7 @@ def test_a_rank_reads_what_torch_would_have_it_read(
         with fake_rank(rank, size):
             state = of_rank(rank)
             expected = as_stock_plans(state, pickle.loads(raw))
-            for inventory in (read_inventory(raw, "here"), Whole(pickle.loads(raw))):
+            for inventory in (read_inventory(raw, "here"), TorchInventory(pickle.loads(raw))):
                 planner = LoadPlanner()
                 planner.set_up_planner(state)
                 reads = planner.create_reads(inventory)
@@ -578,4 +578,4 @@ def test_a_tensor_that_no_chunk_fills_is_an_error() -> None:
     planner = LoadPlanner(strict=True)
     planner.set_up_planner({"a": torch.zeros(4)})
     with pytest.raises(IntegrityError, match="2 of the 4 values that 'a' asks for"):
-        planner.create_reads(Whole(metadata))
+        planner.create_reads(TorchInventory(metadata))

@@ -11,13 +11,13 @@ import torch
 from ckptfs.commit.catalog.locate import locate
 from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.dcp.incremental.reuse import Unchanged
 from ckptfs.dcp.loading import load_at
 from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.events import SaveResult
 from ckptfs.testing.disk import SimulatedDisk
-from tests.crash.rig import ONE_DOMAIN, RUN, SOLO, TWO_FULL_DOMAINS, Layout, seats, values
+from tests.crash.rig import ONE_DOMAIN, RUN, SOLO, TWO_FULL_DOMAINS, Layout, sessions, values
 from tests.dcp.reuse_rig import same
 
 FROZEN = {f"layer{n}": torch.arange(5000.0) + n for n in range(9)}
@@ -32,14 +32,14 @@ def state(value: float, rank: int) -> dict[str, Any]:
 def saving(steps: tuple[int, ...], per_rank: tuple[str, ...] = ("mine",)) -> Any:
     """The body of a rank that claims the run and saves these steps."""
 
-    def body(seat: Seat) -> list[SaveResult]:
+    def body(session: RunSession) -> list[SaveResult]:
         options, saved = WriteOptions(unchanged=Unchanged.REFERENCE), []
-        with claim(seat, takeover=Takeover.FORCE) as run:
+        with claim(session, takeover=Takeover.FORCE) as run:
             for step in steps:
                 spec = SaveSpec(f"step_{step}", step, run=run.generation, per_rank=per_rank)
-                target = run.seat.storage.root / spec.name
-                mine = state(step, seat.control.rank)
-                saved.append(save_at(mine, run.seat, target, spec, options))
+                target = run.session.storage.root / spec.name
+                mine = state(step, session.control.rank)
+                saved.append(save_at(mine, run.session, target, spec, options))
         return saved
 
     return body
@@ -48,14 +48,14 @@ def saving(steps: tuple[int, ...], per_rank: tuple[str, ...] = ("mine",)) -> Any
 def loading(step: int, saved_by: int) -> Any:
     """The body of a rank that loads a step; whether all of it is right."""
 
-    def body(seat: Seat) -> bool:
-        rank = seat.control.rank
+    def body(session: RunSession) -> bool:
+        rank = session.control.rank
         wanted = state(step, rank)
-        if seat.control.size != saved_by:
+        if session.control.size != saved_by:
             del wanted["mine"]
         got = {key: torch.zeros_like(value) for key, value in wanted.items()}
-        target = seat.storage.root / f"step_{step}"
-        load_at(got, seat, target, locate(seat, target.name), strict="mine" in wanted)
+        target = session.storage.root / f"step_{step}"
+        load_at(got, session, target, locate(session, target.name), strict="mine" in wanted)
         return same(got, wanted)
 
     return body
@@ -63,7 +63,7 @@ def loading(step: int, saved_by: int) -> Any:
 
 def run_all(layout: Layout, base: Path, body: Any, job: str = "one", **more: Any) -> list[Any]:
     """What every rank returned."""
-    return values(seats(layout, str(base), body, job=job, **more))
+    return values(sessions(layout, str(base), body, job=job, **more))
 
 
 def inode_bytes(path: Path) -> int:

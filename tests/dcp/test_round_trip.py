@@ -208,7 +208,7 @@ def test_boxes_are_cut_into_ranges_that_cover_them_once(data: st.DataObject) -> 
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         box = box.narrow(dim, offset, length)
     result = torch.full(lengths, -1)
-    for piece in pieces_of(sizes, offsets, lengths, window, whole=whole):
+    for piece in pieces_of(sizes, offsets, lengths, window, full=whole):
         assert piece.stop - piece.start <= window or (whole and piece.is_contiguous)
         span = chunk.reshape(-1)[piece.start : piece.stop].clone()
         part = result
@@ -228,7 +228,7 @@ def test_a_piece_spans_no_hole_wider_than_allowed(
     """Three columns of four, the window is wide: rows are read apart where what lies between them is
     more than what a reader wants to skip.
     """
-    found = pieces_of([3, 4], [0, 1], [3, 3], 100, whole=True, hole=hole)
+    found = pieces_of([3, 4], [0, 1], [3, 3], 100, full=True, hole=hole)
     assert [(piece.start, piece.stop) for piece in found] == spans
 
 

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 import ckptfs
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import SoloControl
-from ckptfs.dcp.async_api import Aside, begin_aside
+from ckptfs.dcp.async_api import SaveResources, begin_in_background
 from ckptfs.dcp.pending import PendingSave, Watch
 from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.dcp.staging.buffers import HostBuffers
@@ -174,25 +174,25 @@ def test_memory_comes_in_huge_pages_and_stays_out_of_children() -> None:
 
 
 class Background:
-    """A seat in a run, and saves in the background on it, as a manager makes them."""
+    """A session in a run, and saves in the background on it, as a manager makes them."""
 
-    def __init__(self, seat: Seat, bound_bytes: int | None) -> None:
-        self.seat = seat
+    def __init__(self, session: RunSession, bound_bytes: int | None) -> None:
+        self.session = session
         self.events: list[Event] = []
-        self.aside = Aside(SaveWorker(), HostBuffers(bound_bytes))
+        self.aside = SaveResources(SaveWorker(), HostBuffers(bound_bytes))
 
     def save(self, state: dict[str, Any], name: str = "step_1") -> PendingSave:
         """Start one."""
-        target = self.seat.storage.root / name
+        target = self.session.storage.root / name
         pending = PendingSave(str(target), 1)
 
         def save(staged: Staged, watch: Watch) -> SaveResult:
             options, tell = WriteOptions(), self.events.append
             return save_at(
-                staged, self.seat, target, SaveSpec(name, 1), options, tell=tell, watch=watch
+                staged, self.session, target, SaveSpec(name, 1), options, tell=tell, watch=watch
             )
 
-        return begin_aside(
+        return begin_in_background(
             state, pending, save, self.aside, compare_ranks=False, tell=self.events.append
         )
 
@@ -202,7 +202,7 @@ def background(storage: Storage, bound_bytes: int | None = None) -> Iterator[Bac
     """Closed with everything in it done."""
     with SoloControl() as control:
         storage.make_dir("")
-        made = Background(sit_down(control, storage, Place(), write=True), bound_bytes)
+        made = Background(start_session(control, storage, Place(), write=True), bound_bytes)
         try:
             yield made
         finally:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import ckptfs
 from ckptfs import _torch
-from ckptfs.dcp.metadata.metadata_reader import Whole, decode_metadata
+from ckptfs.dcp.metadata.metadata_reader import TorchInventory, decode_metadata
 from ckptfs.dcp.metadata.metadata_writer import encode_metadata
 from ckptfs.dcp.planning.global_plan import fills
 from ckptfs.dcp.read.load_planner import LoadPlanner
@@ -302,7 +302,7 @@ def test_memory_that_a_load_makes_is_loaded_or_zero(tmp_path: Path) -> None:
     """A tensor without memory that the checkpoint lacks, with strict=False: zeros; the others are loaded."""
     ckptfs.save({"a": torch.ones(5)}, tmp_path / "step_1")
     metadata = decode_metadata((tmp_path / "step_1/.metadata").read_bytes(), "here")
-    for plan in (LoadPlanner.create_local_plan, lambda p: p.create_reads(Whole(metadata))):
+    for plan in (LoadPlanner.create_local_plan, lambda p: p.create_reads(TorchInventory(metadata))):
         with torch.device("meta"):
             state: dict[str, Any] = {"a": torch.zeros(5), "deep": [{"b": torch.zeros(5)}]}
         planner = LoadPlanner(strict=False)

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from ckptfs.commit.catalog.catalog import read_view
 from ckptfs.commit.catalog.locate import locate
 from ckptfs.commit.operations import drive
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.commit.state import catalog
 from ckptfs.dcp.loading import load_at
 from ckptfs.testing.readonly import ReadOnlyStorage
@@ -79,8 +79,8 @@ def look(site: Site) -> list[Seen]:
         try:
             rank = site.layout.nodes.index(control.world.node)
             storage = ReadOnlyStorage(site.plain(Uri.parse(RUN), rank))
-            seat = sit_down(control, storage, Place(), write=False)
-            out[control.rank] = _read(site, seat)
+            session = start_session(control, storage, Place(), write=False)
+            out[control.rank] = _read(site, session)
             assert storage.refused == 0, "a reader tried to write"
         except BaseException as error:  # noqa: BLE001 - raised below, on the machine's thread
             errors.append(error)
@@ -93,17 +93,17 @@ def look(site: Site) -> list[Seen]:
     return out[0]
 
 
-def _read(site: Site, seat: Seat) -> list[Seen]:
-    told = seat.control.step("views", lambda: drive(read_view(), seat.storage))
+def _read(site: Site, session: RunSession) -> list[Seen]:
+    told = session.control.step("views", lambda: drive(read_view(), session.storage))
     views = dict(t for t in told if t is not None)
     seen = []
     for live in catalog(views):
         seal = live.seal
-        found = locate(seat, seal.name)
+        found = locate(session, seal.name)
         assert found.manifest is not None
-        ranks = parts_here(site, seat.control.world.node, found.manifest.world_size)
+        ranks = parts_here(site, session.control.world.node, found.manifest.world_size)
         state = empty_state(ranks)
-        load_at(state, seat, Uri.parse(RUN) / seal.name, found)
+        load_at(state, session, Uri.parse(RUN) / seal.name, found)
         pinned = any(view.save(seal.save_id).pinned for view in views.values())
         label = label_in(state, ranks)
         seen.append(Seen(seal.name, seal.save_id, label, seal.failure, pinned))

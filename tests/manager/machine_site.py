@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptfs.commit.session import Place
-from ckptfs.manager.claimed_run import Ground, Where
+from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.local import LocalStorage
@@ -319,5 +319,5 @@ def run_all(act: Callable[[Any], None], members: Sequence[Any]) -> None:
 
 def _manager(site: Site, control: ThreadControl, options: Mapping[str, Any]) -> CheckpointManager:
     given = site.options(control.rank)
-    ground = Ground(Where(RUN, Place(given)), control=control)
+    ground = RunHandle(Where(RUN, Place(given)), control=control)
     return CheckpointManager(RUN, storage_options=given, ground=ground, **options)

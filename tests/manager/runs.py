@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.save.spec import IfExists, SaveSpec
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import Control
 from ckptfs.dcp.saving import save_at
 from ckptfs.events import SaveResult
@@ -59,13 +59,13 @@ class Site:
         return self.root / ("all" if self.shared else node) / run
 
     @contextmanager
-    def seat(self, control: Control, *, write: bool, run: str = "run") -> Iterator[Seat]:
-        """A seat at a run of this site."""
+    def session(self, control: Control, *, write: bool, run: str = "run") -> Iterator[RunSession]:
+        """A session at a run of this site."""
         directory = self.disk(self.nodes[control.rank], run)
         storage = self.wrap(
             self.open_disk(Uri.parse(f"file:///site/{run}"), directory), control.rank
         )
-        yield sit_down(control, storage, Place(), write=write)
+        yield start_session(control, storage, Place(), write=write)
 
     def on_ranks(self, fn: Callable[[Control], Any], nodes: str | None = None) -> list[End[Any]]:
         """Run something on every rank; nodes: other ranks than those of the site."""
@@ -79,8 +79,8 @@ class Site:
 
         def save(control: Control) -> SaveResult:
             with ExitStack() as stack:
-                seat = stack.enter_context(self.seat(control, write=True, run=run))
-                held = stack.enter_context(claim(seat)) if claims else None
+                session = stack.enter_context(self.session(control, write=True, run=run))
+                held = stack.enter_context(claim(session)) if claims else None
                 found = saveable(state(control.rank))
                 full = replace(
                     SaveSpec(
@@ -92,7 +92,7 @@ class Site:
                     ),
                     **spec,
                 )
-                return save_at(found.state_dict, seat, seat.storage.uri(full.name), full)
+                return save_at(found.state_dict, session, session.storage.uri(full.name), full)
 
         ends: list[End[SaveResult]] = self.on_ranks(save)
         results = [end.get() for end in ends]
@@ -107,10 +107,10 @@ class Site:
         def work(control: Control) -> RestoreOutcome | None:
             self.states[control.rank] = mine = state(control.rank)
             with ExitStack() as stack:
-                seats = [
-                    stack.enter_context(self.seat(control, write=False, run=run)) for run in runs
+                sessions = [
+                    stack.enter_context(self.session(control, write=False, run=run)) for run in runs
                 ]
-                return restore(seats, mine, asked)
+                return restore(sessions, mine, asked)
 
         return self.on_ranks(work)
 

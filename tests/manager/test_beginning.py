@@ -15,7 +15,7 @@ import ckptfs
 from ckptfs import CheckpointManager, CommitConflictError, Copy, DirectoryManager, Keep
 from ckptfs.commit.session import Place
 from ckptfs.control.control import Control
-from ckptfs.manager.claimed_run import Ground, Where
+from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.directory_manager import StepDriver
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.world import simulate
@@ -490,7 +490,7 @@ def test_all_ranks_are_told_alike(tmp_path: Path, nodes: list[str] | None) -> No
 
     def managed(control: Control, body: Callable[[CheckpointManager], Any]) -> Any:
         disk = tmp_path / (nodes[control.rank] if nodes else "shared")
-        ground = Ground(Where("/run", Place()), control=control, storage=open_storage(disk))
+        ground = RunHandle(Where("/run", Place()), control=control, storage=open_storage(disk))
         with CheckpointManager("/run", keep_latest=2, ground=ground) as manager:
             return body(manager)
 

@@ -22,7 +22,7 @@ from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.save.spec import IfExists, SaveSpec
-from ckptfs.commit.session import Place, open_seat
+from ckptfs.commit.session import Place, open_session
 from ckptfs.control.control import SoloControl
 from ckptfs.dcp.saving import save_at
 from ckptfs.errors import AccessError, NoSpaceError, StateError
@@ -51,8 +51,10 @@ class Job:
         self.now = 0.0
         self.stack = contextlib.ExitStack()
         self.uri = Uri.parse(primary)
-        seat = self.stack.enter_context(open_seat(self.uri, SoloControl(), Place(), write=True))
-        self.run = self.stack.enter_context(claim(seat))
+        session = self.stack.enter_context(
+            open_session(self.uri, SoloControl(), Place(), write=True)
+        )
+        self.run = self.stack.enter_context(claim(session))
         self.copier = Copier(
             self.run,
             copies_of(copies, primary),
@@ -91,7 +93,7 @@ def commit(run: Run, step: int, kind: Kind = Kind.CHECKPOINT) -> SaveResult:
     spec = SaveSpec(
         f"{kind.value}_{step}", step, IfExists.REPLACE, run=run.generation, artifact=kind
     )
-    return save_at(state_of(step), run.seat, run.uri / spec.name, spec)
+    return save_at(state_of(step), run.session, run.uri / spec.name, spec)
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def state_of(step: int) -> dict[str, Any]:
 def before(primary: Path, *steps: int) -> None:
     """A job without copies committed these, and is gone."""
     uri = Uri.parse(primary)
-    with open_seat(uri, SoloControl(), Place(), write=True) as seat, claim(seat) as run:
+    with open_session(uri, SoloControl(), Place(), write=True) as session, claim(session) as run:
         for step in steps:
             commit(run, step)
 
@@ -188,11 +190,11 @@ def test_retention_of_the_primary_waits_for_the_copy(tmp_path: Path, bucket: Mem
         retirer = Retirer(job.run, Keep(latest=1), mine)
         for step in (1, 2, 3, 4):
             job.save(step)
-            retirer.after_commit(job.run.seat, job.copier.waiting())
+            retirer.after_commit(job.run.session, job.copier.waiting())
         assert steps(primary) == [1, 2, 3, 4]
         bucket.plan = Plan([])
         assert job.copier.wait() == ()
-        retirer.after_commit(job.run.seat, job.copier.waiting())
+        retirer.after_commit(job.run.session, job.copier.waiting())
         assert steps(primary) == [4]
         retirer.close()
     assert steps(BUCKET) == [1, 2, 3, 4]
@@ -212,11 +214,11 @@ def test_retention_of_the_primary_waits_for_every_copy(
             job.save(step)
             assert job.copier.wait() == tuple(f"checkpoint_{n}" for n in range(1, step + 1))
             assert job.copier.waiting() == set(ids(primary))
-            retirer.after_commit(job.run.seat, job.copier.waiting())
+            retirer.after_commit(job.run.session, job.copier.waiting())
         assert steps(near) == steps(primary) == [1, 2, 3]
         bucket.plan = Plan([])
         assert job.copier.wait() == ()
-        retirer.after_commit(job.run.seat, job.copier.waiting())
+        retirer.after_commit(job.run.session, job.copier.waiting())
         assert steps(primary) == [3]
         retirer.close()
     assert steps(BUCKET) == [1, 2, 3]
@@ -347,8 +349,8 @@ def idle(job: Job) -> None:
 def test_a_copy_that_another_job_fills_is_told_once_and_disturbs_nobody(tmp_path: Path) -> None:
     """RunBusyError is an event and a line; saves go on; when the run is free it is drained."""
     primary, copy = tmp_path / "primary", tmp_path / "copy"
-    with open_seat(Uri.parse(copy), SoloControl(), Place(), write=True) as seat:
-        other = claim(seat)
+    with open_session(Uri.parse(copy), SoloControl(), Place(), write=True) as session:
+        other = claim(session)
         with Job(primary, copy, takeover=Takeover.NEVER) as job:
             for step in (1, 2, 3):
                 job.save(step)
@@ -368,8 +370,8 @@ def test_a_copy_that_another_job_took_is_left_alone(tmp_path: Path) -> None:
         job.save(1)
         job.copier.wait()
         with (
-            open_seat(Uri.parse(copy), SoloControl(), Place(), write=True) as seat,
-            claim(seat, takeover=Takeover.FORCE),
+            open_session(Uri.parse(copy), SoloControl(), Place(), write=True) as session,
+            claim(session, takeover=Takeover.FORCE),
         ):
             job.save(2)
             assert job.copier.wait() == ()
@@ -414,11 +416,11 @@ def test_weights_are_copied_beside_checkpoints_each_with_its_latest(tmp_path: Pa
     assert found == [(2, Kind.CHECKPOINT), (2, Kind.WEIGHTS)]
 
 
-def test_seats_for_a_restore_only_read_and_an_empty_copy_is_an_empty_run(tmp_path: Path) -> None:
+def test_sessions_for_a_restore_only_read_and_an_empty_copy_is_an_empty_run(tmp_path: Path) -> None:
     """Nothing is made where nothing was; an unreachable copy is an error and not an empty one."""
     copies = copies_of([tmp_path / "nothing"], tmp_path / "primary")
-    with open_copies(copies, SoloControl()) as seats:
-        assert len(seats) == 1
+    with open_copies(copies, SoloControl()) as sessions:
+        assert len(sessions) == 1
     assert not (tmp_path / "nothing").exists()
     STORES.bucket("copies").plan = Plan([Fault("*", "*", None, Fail(AccessError("expired")))])
     gone = copies_of([BUCKET], tmp_path / "primary")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.errors import CollectiveError, NotFoundError, StateError
 from ckptfs.events import Deleted, Event
 from ckptfs.testing.faults import Fail, Fault, Plan
@@ -22,22 +22,22 @@ def test_a_save_is_deleted_by_name_in_every_domain(tmp_path: Path) -> None:
     """
     told: list[Event] = []
 
-    def body(seat: Seat) -> None:
-        tell = told.append if seat.control.rank == 0 else lambda _: None
-        with holding(seat, None, tell=tell) as (run, retirer):
-            ids = [rig.save(run.seat, f"step_{n}", str(n), run) for n in (1, 2, 3)]
-            retirer.pin(run.seat, ids[0])
+    def body(session: RunSession) -> None:
+        tell = told.append if session.control.rank == 0 else lambda _: None
+        with holding(session, None, tell=tell) as (run, retirer):
+            ids = [rig.save(run.session, f"step_{n}", str(n), run) for n in (1, 2, 3)]
+            retirer.pin(run.session, ids[0])
             with pytest.raises(StateError, match="step_1 is not deleted: it is pinned"):
-                retirer.delete(run.seat, ids[0])
+                retirer.delete(run.session, ids[0])
             for gone in (ids[1], ids[2]):
-                retirer.delete(run.seat, gone)
+                retirer.delete(run.session, gone)
                 deletes = [
                     [e["save_id"] for e in log if e["kind"] == "delete"]
                     for log in entries(tmp_path, TWO_DOMAINS).values()
                 ]
                 assert all(gone in found for found in deletes)
                 with pytest.raises(NotFoundError, match="not a live checkpoint"):
-                    retirer.delete(run.seat, gone)
+                    retirer.delete(run.session, gone)
             retirer.make_room()
 
     world(tmp_path, body, TWO_DOMAINS)
@@ -52,15 +52,15 @@ def test_a_delete_that_fails_in_one_domain_is_raised_and_completed_later(tmp_pat
     """
     plan = Plan()
 
-    def body(seat: Seat) -> None:
-        with holding(seat, None) as (run, retirer):
-            old = rig.save(run.seat, "step_1", "1", run)
-            if seat.control.rank == 1:
+    def body(session: RunSession) -> None:
+        with holding(session, None) as (run, retirer):
+            old = rig.save(run.session, "step_1", "1", run)
+            if session.control.rank == 1:
                 plan.add(Fault("create", "*/log/*", 1, Fail(OSError(errno.EIO, "no"))))
             with pytest.raises(CollectiveError, match="rank 1"):
-                retirer.delete(run.seat, old)
-            rig.save(run.seat, "step_2", "2", run)
-            retirer.after_commit(run.seat)
+                retirer.delete(run.session, old)
+            rig.save(run.session, "step_2", "2", run)
+            retirer.after_commit(run.session)
             retirer.make_room()
 
     world(tmp_path, body, TWO_DOMAINS, plans={1: plan})

@@ -20,11 +20,11 @@ from ckptfs.commit.directory_checkpoints.read import sweep
 from ckptfs.commit.directory_checkpoints.write import Listed, share_files, writing_directory
 from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import Control
 from ckptfs.errors import AccessError
 from ckptfs.events import SaveFailed
-from ckptfs.manager.claimed_run import Ground, Where
+from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.directory_manager import DirectoryManager
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
@@ -75,7 +75,7 @@ def on_ranks(
     """``body(manager, rank)`` on simulated ranks."""
 
     def rank(control: Control) -> Any:
-        ground = Ground(Where(uri, Place()), control=control, storage=open_storage(uri))
+        ground = RunHandle(Where(uri, Place()), control=control, storage=open_storage(uri))
         with DirectoryManager(uri, ground=ground, scratch=scratch, **options) as manager:
             return body(manager, control.rank)
 
@@ -197,7 +197,7 @@ def test_a_rank_that_writes_late_is_waited_for(tmp_path: Path) -> None:
         where = Where(tmp_path / "run", Place())
         storage = open_storage(str(tmp_path / "run"))
         with DirectoryManager(
-            tmp_path / "run", ground=Ground(where, control=told, storage=storage)
+            tmp_path / "run", ground=RunHandle(where, control=told, storage=storage)
         ) as manager:
             manager.save(1, write_files(tmp_path / "first", {"f": b""}))  # the run is claimed
             lead_came.clear()
@@ -308,7 +308,7 @@ def test_a_pointer_never_names_what_is_deleted(tmp_path: Path) -> None:
         manager.save(3, source)
     plan = Plan([Fault("replace", "latest", 1, Fail(AccessError("refused")))])
     storage = FaultyStorage(open_storage(str(run)), plan)
-    ground = Ground(Where(run, Place()), storage=storage)
+    ground = RunHandle(Where(run, Place()), storage=storage)
     with DirectoryManager(run, pointer="latest", ground=ground) as manager:
         manager.save(4, source)
         assert manager.steps == [3, 4]
@@ -322,14 +322,14 @@ def test_a_rank_that_cannot_make_its_directory_is_told_to_all(
     uri, _ = bucket
 
     def rank(control: Control) -> str:
-        seat = sit_down(control, open_storage(uri), Place(), write=True)
+        session = start_session(control, open_storage(uri), Place(), write=True)
         spec = SaveSpec("export", None, artifact=Kind.DIRECTORY)
         if control.rank == 1:
             plan = Plan([Fault("make_dir", "export", None, Fail(AccessError("no room")))])
-            seat = replace(seat, storage=FaultyStorage(seat.storage, plan))
+            session = replace(session, storage=FaultyStorage(session.storage, plan))
         with (
             pytest.raises((ckptfs.CollectiveError, OSError), match="no room") as caught,
-            writing_directory(seat, spec, []),
+            writing_directory(session, spec, []),
         ):
             pass
         return type(caught.value).__name__

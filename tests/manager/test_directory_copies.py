@@ -17,7 +17,7 @@ from ckptfs.commit.session import Place
 from ckptfs.control.control import Control
 from ckptfs.errors import CommitConflictError, IncompleteCheckpointError, StateError
 from ckptfs.events import CopyCommitted, CopyFailed, Event, Restored
-from ckptfs.manager.claimed_run import Ground, Where
+from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.directory_manager import DirectoryManager, PartSaver, StepDriver, reading_part
 from ckptfs.replication.copier import gather
 from ckptfs.storage.registry import open_storage
@@ -136,7 +136,9 @@ def test_disks_of_two_nodes_become_one_directory_in_the_copy(tmp_path: Path) -> 
     def rank(control: Control) -> None:
         node = control.world.node
         run, disk = str(tmp_path / "run"), str(tmp_path / node / "run")
-        ground = Ground(Where(run, Place({}, "node")), control=control, storage=open_storage(disk))
+        ground = RunHandle(
+            Where(run, Place({}, "node")), control=control, storage=open_storage(disk)
+        )
         with DirectoryManager(
             run, ground=ground, copies=[tmp_path / "shared"], scratch=tmp_path / "scratch"
         ) as manager:

@@ -9,7 +9,7 @@ import pytest
 
 from ckptfs.errors import NoSpaceError
 from ckptfs.events import Counters, SaveResult
-from ckptfs.manager.run_manager import Flight
+from ckptfs.manager.run_manager import PendingSaves
 
 
 @dataclass
@@ -31,38 +31,38 @@ class _Save:
 
 def test_settling_leaves_fewer_than_the_limit() -> None:
     """With two allowed the third waits for the first, and for it alone."""
-    flight, saves = Flight(), [_Save("a"), _Save("b")]
+    pending, saves = PendingSaves(), [_Save("a"), _Save("b")]
     for save in saves:
-        flight.add(save)
+        pending.add(save)
     first = saves[0].end()
-    assert flight.settle(2) == first
-    assert len(flight) == 1
-    assert flight.settle(2) is None
-    assert not flight.oldest_is_done()
+    assert pending.settle(2) == first
+    assert len(pending) == 1
+    assert pending.settle(2) is None
+    assert not pending.oldest_is_done()
 
 
 def test_a_failure_is_raised_once_and_only_after_the_others_ended() -> None:
     """What raises at the call must not leave a save behind that the next call waits for again."""
-    flight, saves = Flight(), [_Save("a"), _Save("b")]
+    pending, saves = PendingSaves(), [_Save("a"), _Save("b")]
     for save in saves:
-        flight.add(save)
+        pending.add(save)
     saves[0].future.set_exception(NoSpaceError("full"))
     saves[1].end()
     with pytest.raises(NoSpaceError, match="full"):
-        flight.settle(1)
-    assert len(flight) == 0
-    assert flight.settle(1) is None
+        pending.settle(1)
+    assert len(pending) == 0
+    assert pending.settle(1) is None
 
 
 def test_a_poll_raises_and_leaves_it_for_the_call_of_all_ranks() -> None:
     """Ranks poll at different moments: the failure is raised by the next collective call as well."""
-    flight, save = Flight(), _Save("a")
-    flight.add(save)
-    flight.poll()
+    pending, save = PendingSaves(), _Save("a")
+    pending.add(save)
+    pending.poll()
     save.future.set_exception(NoSpaceError("full"))
     for _ in range(2):
         with pytest.raises(NoSpaceError):
-            flight.poll()
+            pending.poll()
     with pytest.raises(NoSpaceError):
-        flight.settle(1)
-    flight.poll()
+        pending.settle(1)
+    pending.poll()

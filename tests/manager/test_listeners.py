@@ -1,4 +1,4 @@
-"""Bell, LogListener and MetricsListener."""
+"""EventDispatcher, LogListener and MetricsListener."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckptfs.events import (
     Written,
 )
 from ckptfs.manager.listeners import (
-    Bell,
+    EventDispatcher,
     EveryRank,
     LogListener,
     MetricsListener,
@@ -74,12 +74,12 @@ ALL_EVENTS: list[Event] = [
 def test_every_listener_hears_every_event_in_order_whoever_tells() -> None:
     """Events told one after another, from whatever threads, are heard in that order by each."""
     heard: list[list[Event]] = [[], []]
-    bell = Bell([heard[0].append, heard[1].append])
+    dispatcher = EventDispatcher([heard[0].append, heard[1].append])
     for event in ALL_EVENTS:
-        teller = threading.Thread(target=bell.tell, args=(event,))
+        teller = threading.Thread(target=dispatcher.tell, args=(event,))
         teller.start()
         teller.join()
-    assert bell.close(10)
+    assert dispatcher.close(10)
     assert heard == [ALL_EVENTS, ALL_EVENTS]
 
 
@@ -91,15 +91,15 @@ def test_telling_does_not_wait_for_a_listener() -> None:
         assert go.wait(120)
         heard.append(event)
 
-    bell = Bell([slow])
+    dispatcher = EventDispatcher([slow])
     for event in ALL_EVENTS:
-        bell.tell(event)  # on this thread: it would never come to go.set()
+        dispatcher.tell(event)  # on this thread: it would never come to go.set()
     assert heard == []
-    assert not bell.drain(0.0)
+    assert not dispatcher.drain(0.0)
     go.set()
-    assert bell.drain(10)
+    assert dispatcher.drain(10)
     assert heard == ALL_EVENTS
-    assert bell.close(10)
+    assert dispatcher.close(10)
 
 
 def test_listeners_are_called_one_at_a_time() -> None:
@@ -114,18 +114,18 @@ def test_listeners_are_called_one_at_a_time() -> None:
         with lock:
             inside -= 1
 
-    bell = Bell([listener, listener])
+    dispatcher = EventDispatcher([listener, listener])
 
     def tell() -> None:
         for number in range(50):
-            bell.tell(committed(number))
+            dispatcher.tell(committed(number))
 
     tellers = [threading.Thread(target=tell) for _ in range(4)]
     for teller in tellers:
         teller.start()
     for teller in tellers:
         teller.join()
-    assert bell.close(10)
+    assert dispatcher.close(10)
     assert most == 1
 
 
@@ -141,11 +141,11 @@ def test_a_failing_listener_is_logged_once_and_breaks_nothing(
     def leaves(event: Event) -> None:
         sys.exit(3)
 
-    bell = Bell([raises, leaves, heard.append])
+    dispatcher = EventDispatcher([raises, leaves, heard.append])
     with caplog.at_level(logging.INFO, "ckptfs"):
         for event in ALL_EVENTS:
-            bell.tell(event)
-        assert bell.close(10)
+            dispatcher.tell(event)
+        assert dispatcher.close(10)
     assert heard == ALL_EVENTS
     errors = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(errors) == 2
@@ -161,11 +161,11 @@ def test_a_listener_that_never_returns_holds_nobody(caplog: pytest.LogCaptureFix
     def hangs(event: Event) -> None:
         hang.wait()
 
-    bell = Bell([hangs])
+    dispatcher = EventDispatcher([hangs])
     for _ in range(5000):
-        bell.tell(ALL_EVENTS[0])
-    assert not bell.close(0.05)
-    assert not bell.close(0.0)
+        dispatcher.tell(ALL_EVENTS[0])
+    assert not dispatcher.close(0.05)
+    assert not dispatcher.close(0.0)
     assert "dropped" in caplog.text
     assert "not returned" in caplog.text
     hang.set()
@@ -174,10 +174,10 @@ def test_a_listener_that_never_returns_holds_nobody(caplog: pytest.LogCaptureFix
 def test_after_close_nothing_is_told() -> None:
     """An event that comes after close is dropped, without a thread and without an error."""
     heard: list[Event] = []
-    bell = Bell([heard.append])
-    assert bell.close()
-    bell.tell(ALL_EVENTS[0])
-    assert bell.drain(0.0)
+    dispatcher = EventDispatcher([heard.append])
+    assert dispatcher.close()
+    dispatcher.tell(ALL_EVENTS[0])
+    assert dispatcher.drain(0.0)
     assert heard == []
 
 
@@ -186,45 +186,45 @@ def test_a_listener_may_close_the_bell_that_calls_it() -> None:
     ended = threading.Event()
 
     def closes(event: Event) -> None:
-        assert bell.drain(30)
-        assert bell.close(30)
+        assert dispatcher.drain(30)
+        assert dispatcher.close(30)
         ended.set()
 
-    bell = Bell([closes])
-    bell.tell(ALL_EVENTS[0])
+    dispatcher = EventDispatcher([closes])
+    dispatcher.tell(ALL_EVENTS[0])
     assert ended.wait(120)
 
 
 def test_without_listeners_there_is_no_thread() -> None:
     """A bell that nobody listens to costs nothing."""
     before = own_threads()
-    bell = Bell()
-    bell.tell(ALL_EVENTS[0])
+    dispatcher = EventDispatcher()
+    dispatcher.tell(ALL_EVENTS[0])
     assert own_threads() <= before
-    assert bell.close()
+    assert dispatcher.close()
 
 
 def test_other_ranks_tell_only_those_who_asked() -> None:
     """Beside the coordinator, listeners and on_commit are silent, but for EveryRank."""
     heard: dict[str, list[Any]] = {"plain": [], "every": [], "uri": []}
     for rank in (0, 1):
-        bell = Bell(
+        dispatcher = EventDispatcher(
             [heard["plain"].append, EveryRank(heard["every"].append)],
             on_commit=heard["uri"].append,
             rank=rank,
         )
-        bell.tell(committed())
-        assert bell.close(10)
+        dispatcher.tell(committed())
+        assert dispatcher.close(10)
     assert [len(v) for v in heard.values()] == [1, 2, 1]
 
 
 def test_on_commit_sees_committed_uris_only() -> None:
     """Of all events, the hook is called for the one commit, with its URI."""
     uris: list[str] = []
-    bell = Bell(on_commit=uris.append)
+    dispatcher = EventDispatcher(on_commit=uris.append)
     for event in ALL_EVENTS:
-        bell.tell(event)
-    assert bell.close(10)
+        dispatcher.tell(event)
+    assert dispatcher.close(10)
     assert uris == ["/run/step_1"]
 
 
@@ -238,13 +238,13 @@ def test_a_timed_listener_learns_when_it_happened() -> None:
             assert go.wait(120)
             times.append(at_ns)
 
-    bell = Bell([Timed()])
+    dispatcher = EventDispatcher([Timed()])
     told = [_now_ns()]
     for event in ALL_EVENTS[:3]:
-        bell.tell(event)
+        dispatcher.tell(event)
         told.append(_now_ns())
     go.set()
-    assert bell.close(10)
+    assert dispatcher.close(10)
     assert len(times) == 3
     assert all(told[n] <= times[n] <= told[n + 1] for n in range(3))
 
@@ -252,16 +252,18 @@ def test_a_timed_listener_learns_when_it_happened() -> None:
 def test_the_child_of_a_fork_tells_nobody() -> None:
     """A forked worker has no thread to serve the queue: telling and closing there are harmless."""
     heard: list[Event] = []
-    bell = Bell([heard.append])
-    bell.tell(ALL_EVENTS[0])
-    assert bell.drain(10)
+    dispatcher = EventDispatcher([heard.append])
+    dispatcher.tell(ALL_EVENTS[0])
+    assert dispatcher.drain(10)
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # a hang of the child is a failure, not a hang of the test
-        bell.tell(ALL_EVENTS[1])
-        os._exit(0 if bell.drain(5) and bell.close(5) and bell._events.empty() else 1)
+        dispatcher.tell(ALL_EVENTS[1])
+        os._exit(
+            0 if dispatcher.drain(5) and dispatcher.close(5) and dispatcher._events.empty() else 1
+        )
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert bell.close(10)
+    assert dispatcher.close(10)
     assert heard == ALL_EVENTS[:1]
 
 
@@ -414,8 +416,8 @@ def test_a_failing_callback_is_named_by_the_log(
     callback: Callable[[dict[str, float], int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The user's own exception is in the log, with its traceback."""
-    bell = Bell([MetricsListener(callback)])
-    bell.tell(committed())
-    assert bell.close(10)
+    dispatcher = EventDispatcher([MetricsListener(callback)])
+    dispatcher.tell(committed())
+    assert dispatcher.close(10)
     assert "MetricsListener" in caplog.text
     assert "wandb is offline" in caplog.text

@@ -19,7 +19,7 @@ from ckptfs.commit.session import Place
 from ckptfs.commit.state import catalog
 from ckptfs.control.control import Control
 from ckptfs.events import Counters
-from ckptfs.manager.claimed_run import Ground, Where
+from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.manager.session import Saver
 from ckptfs.storage.registry import open_storage
@@ -262,7 +262,7 @@ def test_a_step_is_pinned_that_one_log_alone_is_in_doubt_of(tmp_path: Path) -> N
         death = Fault("create", ".ckptfs/log/*", 3, Fail(SimulatedDeath()))
         storage = FaultyStorage(open_storage(str(disks[control.rank])), Plan([death]))
         where = Where(str(tmp_path), Place(scope="node"))
-        ground = Ground(where, control=control, storage=storage)
+        ground = RunHandle(where, control=control, storage=storage)
         CheckpointManager(tmp_path, ground=ground).save(1, _state(1.0))
 
     for end in simulate(2, save, nodes=["a", "b"]):
@@ -284,7 +284,7 @@ def test_a_committed_save_does_not_fail_of_what_follows(
     """Whatever retention or a copy raises is in the log; the checkpoint is there, and the next follows."""
     called: list[str] = []
 
-    def bad(seat: object, result: object) -> None:
+    def bad(session: object, result: object) -> None:
         raise error
 
     saver = Saver(lambda _: None, lambda: None, (bad, lambda *_: called.append("second")))
@@ -356,7 +356,7 @@ def _on(
 ) -> CheckpointManager:
     where = Where(str(run), Place(scope=scope), takeover=takeover)
     storage = open_storage(str(disk or run))
-    return CheckpointManager(run, ground=Ground(where, control=control, storage=storage))
+    return CheckpointManager(run, ground=RunHandle(where, control=control, storage=storage))
 
 
 def test_a_child_of_a_fork_does_not_release_its_parents_run(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import ckptfs
 from ckptfs.commit.session import Place
 from ckptfs.control.control import Control, SoloControl
 from ckptfs.events import Event, SaveCommitted, SaveFailed, SaveSkipped
-from ckptfs.manager.claimed_run import Ground, Where
+from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Hold, Plan
@@ -33,7 +33,7 @@ def _state(value: float) -> dict[str, torch.Tensor]:
 
 def _manager(run: Path, plan: Plan, **options: Any) -> CheckpointManager:
     storage = FaultyStorage(open_storage(str(run)), plan)
-    ground = Ground(Where(str(run), Place()), control=SoloControl(), storage=storage)
+    ground = RunHandle(Where(str(run), Place()), control=SoloControl(), storage=storage)
     return CheckpointManager(run, mode="async", ground=ground, **options)
 
 
@@ -281,7 +281,7 @@ def test_ctrl_c_on_one_rank_costs_one_save(tmp_path: Path, mode: Any) -> None:
     """It is raised where it happens, the save fails on the other rank, and both go on in step."""
 
     def train(control: Control) -> list[str]:
-        ground = Ground(Where(str(tmp_path), Place()), control=control, storage=storage)
+        ground = RunHandle(Where(str(tmp_path), Place()), control=control, storage=storage)
         ends = []
         with CheckpointManager(tmp_path, mode=mode, ground=ground) as manager:
             for step in range(1, 6):
@@ -313,7 +313,7 @@ def test_ranks_that_wait_differently_long_stay_in_step(tmp_path: Path, held: Hol
 
     def train(control: Control) -> list[str]:
         storage = FaultyStorage(open_storage(str(tmp_path)), plan)
-        ground = Ground(Where(str(tmp_path), Place()), control=control, storage=storage)
+        ground = RunHandle(Where(str(tmp_path), Place()), control=control, storage=storage)
         with CheckpointManager(tmp_path, mode="async", if_slow="skip", ground=ground) as manager:
             manager.save(1, _state(1.0))
             assert held.reached.wait(120)

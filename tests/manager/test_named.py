@@ -12,7 +12,7 @@ import torch
 import ckptfs
 from ckptfs.commit.log.entries import Kind
 from ckptfs.errors import StateError
-from ckptfs.integrations._support.named_checkpoints import NamedCheckpoints, Shelves
+from ckptfs.integrations._support.named_checkpoints import NamedCheckpointRuns, NamedCheckpoints
 from ckptfs.uri import Uri
 from tests.faults import victim
 from tests.multiprocess.harness import Rank, launch
@@ -139,14 +139,14 @@ def test_a_missing_optimizer_is_not_told_to_be_skipped(tmp_path: Path) -> None:
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     target = Uri.parse(tmp_path / "run" / "export.ckpt")
-    shelves = Shelves(mode="sync", meta_file="meta.pt")
-    shelves.save(target, {"model": model.state_dict()}, b"", step=1, kind=Kind.WEIGHTS)
+    named_runs = NamedCheckpointRuns(mode="sync", meta_file="meta.pt")
+    named_runs.save(target, {"model": model.state_dict()}, b"", step=1, kind=Kind.WEIGHTS)
     with pytest.raises(StateError, match="lacks") as caught:
-        shelves.load(target, "model", model, {"optimizer_0": optimizer})
+        named_runs.load(target, "model", model, {"optimizer_0": optimizer})
     told = str(caught.value)
     assert "weights" in told
     assert "ckptfs.latest" in told
-    shelves.close()
+    named_runs.close()
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

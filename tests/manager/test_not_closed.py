@@ -19,7 +19,7 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.lease import LeaseTimes
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import SoloControl
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.registry import open_storage
@@ -223,7 +223,7 @@ def test_a_living_owner_of_this_process_is_not_judged_by_its_lease(tmp_path: Pat
     storage = LocalStorage(Uri.parse(str(tmp_path / "run")))
 
     def claimed(times: LeaseTimes) -> Run:
-        return claim(sit_down(SoloControl(), storage, Place(), write=True), times=times)
+        return claim(start_session(SoloControl(), storage, Place(), write=True), times=times)
 
     with (
         claimed(LeaseTimes(rewrite_s=3600.0)),

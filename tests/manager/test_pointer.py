@@ -9,7 +9,7 @@ import pytest
 import ckptfs
 from ckptfs.commit.session import Place
 from ckptfs.errors import NoSpaceError, StateError
-from ckptfs.manager.claimed_run import Ground, Pointer, Where
+from ckptfs.manager.claimed_run import Pointer, RunHandle, Where
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.uri import Uri
@@ -24,7 +24,7 @@ def _source(tmp_path: Path) -> Path:
 
 def _manager(run: Path, plan: Plan) -> ckptfs.DirectoryManager:
     storage = FaultyStorage(open_storage(Uri.parse(run)), plan)
-    ground = Ground(Where(str(run), Place()), storage=storage)
+    ground = RunHandle(Where(str(run), Place()), storage=storage)
     return ckptfs.DirectoryManager(run, keep_latest=1, pointer="latest", ground=ground)
 
 

@@ -22,7 +22,7 @@ from ckptfs.events import (
     SaveResult,
     SaveSkipped,
 )
-from ckptfs.manager.listeners import Bell
+from ckptfs.manager.listeners import EventDispatcher
 from ckptfs.manager.prometheus import PrometheusTextfile, error_type
 from ckptfs.storage.registry import open_storage
 
@@ -229,9 +229,9 @@ def test_a_place_that_cannot_be_written_breaks_no_save(
     with pytest.raises(StorageError):
         listener(committed(1))
     heard: list[object] = []
-    bell = Bell([listener, heard.append])
-    bell.tell(committed(1))
-    bell.tell(committed(2))
-    assert bell.close(10)
+    dispatcher = EventDispatcher([listener, heard.append])
+    dispatcher.tell(committed(1))
+    dispatcher.tell(committed(2))
+    assert dispatcher.close(10)
     assert len(heard) == 2
     assert "PrometheusTextfile" in caplog.text

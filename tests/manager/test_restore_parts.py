@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.session import Place, open_seat
+from ckptfs.commit.session import Place, open_session
 from ckptfs.control.control import SoloControl
 from ckptfs.control.world import World
 from ckptfs.errors import CkptfsError, IncompleteCheckpointError, NotFoundError, StateError
@@ -39,8 +39,8 @@ def restore_part(uri: str, **request: Any) -> tuple[RestoreOutcome | None, list[
     """What a group gets that restores alone."""
     state = {"w": torch.zeros(3)}
     asked = RestoreRequest(Template("step_{N}").step_of, **request)
-    with open_seat(Uri.parse(uri), SoloControl(World.solo()), Place(), write=False) as seat:
-        return restore([seat], state, asked), state["w"].tolist()
+    with open_session(Uri.parse(uri), SoloControl(World.solo()), Place(), write=False) as session:
+        return restore([session], state, asked), state["w"].tolist()
 
 
 def refused(uri: str, **request: Any) -> CkptfsError:

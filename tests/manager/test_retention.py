@@ -15,7 +15,7 @@ from ckptfs.commit.decisions import (
     BY_NAME,
     Cause,
     inherited_pins,
-    why_kept,
+    reason_to_keep,
 )
 from ckptfs.commit.log.entries import Abort, Body, Decided, Delete, Kind, Outcome, Pin, Seal
 from ckptfs.commit.log.fold import LogState
@@ -74,7 +74,7 @@ def test_what_cannot_be_deleted_even_by_name() -> None:
 
     def why(save_id: str, *more: Body) -> str | None:
         views = {"A": in_order(*saves, *more)} if more else log
-        found = why_kept(save_id, views, BY_NAME)
+        found = reason_to_keep(save_id, views, BY_NAME)
         return None if found is None else found.text
 
     assert why("s1") == "step_2 uses its files"
@@ -92,7 +92,7 @@ def test_each_cause_keeps_what_it_names_and_the_caller_says_which_count() -> Non
             base, save(2, references=("s1",)), save(3, "w", artifact=Kind.WEIGHTS), Pin("s1")
         )
     }
-    found = {cause: why_kept("s1", views, (cause,)) for cause in Cause}
+    found = {cause: reason_to_keep("s1", views, (cause,)) for cause in Cause}
     assert {cause: None if one is None else one.names for cause, one in found.items()} == {
         Cause.NOT_LIVE: (),  # in doubt while B is out of reach
         Cause.PINNED: (),
@@ -100,18 +100,20 @@ def test_each_cause_keeps_what_it_names_and_the_caller_says_which_count() -> Non
         Cause.NEWEST: None,
         Cause.UNREACHED: ("B",),
     }
-    newest = [save_id for save_id in ("s1", "s2", "w") if why_kept(save_id, views, (Cause.NEWEST,))]
+    newest = [
+        save_id for save_id in ("s1", "s2", "w") if reason_to_keep(save_id, views, (Cause.NEWEST,))
+    ]
     assert newest == ["s2", "w"]
-    assert why_kept("s1", views, (Cause.USED,), going={"s2"}) is None
+    assert reason_to_keep("s1", views, (Cause.USED,), deleted={"s2"}) is None
     reached = {**views, "B": in_order(base)}
-    assert why_kept("s1", reached, (Cause.NOT_LIVE, Cause.NEWEST, Cause.UNREACHED)) is None
+    assert reason_to_keep("s1", reached, (Cause.NOT_LIVE, Cause.NEWEST, Cause.UNREACHED)) is None
 
 
 def test_a_pin_does_not_keep_what_is_deleted_already() -> None:
     """Its bytes go on being removed, whoever pinned it in another domain."""
     base = save(1, domains=("A", "B"))
     views = {"A": in_order(base, Pin("s1")), "B": in_order(base, Delete("s1", G1))}
-    assert why_kept("s1", views, (Cause.PINNED,)) is None
+    assert reason_to_keep("s1", views, (Cause.PINNED,)) is None
 
 
 def test_nothing_goes_unasked() -> None:
@@ -214,7 +216,7 @@ def test_a_pin_in_one_domain_is_enough() -> None:
     views = {"A": in_order(*saves), "B": in_order(*saves, Pin("s0"))}
     assert going(plan_retention(views, Keep(1), NAMES.is_ours)) == []
     for order in (("A", "B"), ("B", "A")):
-        kept = why_kept("s0", {domain: views[domain] for domain in order}, BY_NAME)
+        kept = reason_to_keep("s0", {domain: views[domain] for domain in order}, BY_NAME)
         assert kept is not None
         assert kept.text == "it is pinned"
 

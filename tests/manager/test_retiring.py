@@ -23,7 +23,7 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.paths import LOG
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.errors import NoSpaceError, NotFoundError
 from ckptfs.events import Counters, Deleted, DeleteFailed, Event, Retained
 from ckptfs.manager.options import Template
@@ -46,7 +46,7 @@ def mine(seal: Seal) -> bool:
 
 @contextmanager
 def holding(
-    seat: Seat,
+    session: RunSession,
     keep: int | None = 1,
     *,
     grace_s: float = 0.0,
@@ -54,7 +54,7 @@ def holding(
     clock: Callable[[], float] | None = None,
 ) -> Iterator[tuple[Run, Retirer]]:
     """A held run with its retention, as a manager holds it."""
-    with claim(seat, defer_deletes=grace_s > 0) as run:
+    with claim(session, defer_deletes=grace_s > 0) as run:
         more: dict[str, Any] = {} if clock is None else {"clock": clock}
         retirer = Retirer(run, Keep(keep), mine, grace_s=grace_s, tell=tell, **more)
         try:
@@ -65,23 +65,23 @@ def holding(
 
 def step(run: Run, retirer: Retirer, number: int) -> Retained | None:
     """One save, what retention makes of it, and the bytes gone."""
-    rig.save(run.seat, f"step_{number}", str(number), run)
-    retained = retirer.after_commit(run.seat)
+    rig.save(run.session, f"step_{number}", str(number), run)
+    retained = retirer.after_commit(run.session)
     retirer.make_room()
-    run.seat.control.step("rest", lambda: None)
+    run.session.control.step("rest", lambda: None)
     return retained
 
 
 def world(
     base: Path,
-    body: Callable[[Seat], Any],
+    body: Callable[[RunSession], Any],
     layout: Layout = SOLO,
     *,
     plans: Mapping[int, Plan] | None = None,
     posix: Posix | None = None,
 ) -> list[Any]:
     """The values of ``body`` on all ranks of one job."""
-    ends = rig.seats(layout, str(base), body, job="job", plans=plans, posix=posix)
+    ends = rig.sessions(layout, str(base), body, job="job", plans=plans, posix=posix)
     return rig.values(ends)
 
 
@@ -122,15 +122,15 @@ def test_every_disk_keeps_the_last_and_nothing_of_the_others(
     and every rank hears the same of it.
     """
 
-    def body(seat: Seat) -> list[Retained | None]:
+    def body(session: RunSession) -> list[Retained | None]:
         told = []
-        with holding(seat, 2) as (run, retirer):
+        with holding(session, 2) as (run, retirer):
             for number in range(3 * run.generation.number, 3 * run.generation.number + 3):
                 told.append(step(run, retirer, number))
                 for names in disks(tmp_path, layout).values():
                     assert f"step_{number}" in names
                     assert len(names) <= 2
-                seat.control.step("looked", lambda: None)
+                session.control.step("looked", lambda: None)
             assert retirer.debris() == 0
         return told
 
@@ -168,14 +168,14 @@ def test_a_new_process_reads_one_snapshot_and_at_most_a_hundred_entries(tmp_path
     """After each of many saves, and while a policy lets all of them go at once."""
     found = []
 
-    def keep_all(seat: Seat) -> None:
-        with holding(seat, None) as (run, retirer):
+    def keep_all(session: RunSession) -> None:
+        with holding(session, None) as (run, retirer):
             for number in range(95):
                 step(run, retirer, number)
                 found.append(cold_reads(tmp_path))
 
-    def keep_one(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
+    def keep_one(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
             for number in range(95, 100):
                 step(run, retirer, number)
                 found.append(cold_reads(tmp_path))
@@ -199,17 +199,17 @@ def test_what_is_long_gone_is_not_believed_wherever_it_is_put_back(
     ever was.
     """
 
-    def body(seat: Seat) -> None:
-        with holding(seat) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session) as (run, retirer):
             for number in range(4):
                 step(run, retirer, number)
-        if seat.placement.is_owner:
-            seat.storage.make_dir("step_1")
-            seat.storage.replace("step_1/.metadata", b"put back")
-        seat.control.step("put back", lambda: None)
+        if session.placement.is_owner:
+            session.storage.make_dir("step_1")
+            session.storage.replace("step_1/.metadata", b"put back")
+        session.control.step("put back", lambda: None)
         with pytest.raises(NotFoundError, match="was deleted, overwritten or aborted"):
-            locate(seat, "step_1")
-        assert locate(seat, "step_3").seal is not None
+            locate(session, "step_1")
+        assert locate(session, "step_3").seal is not None
 
     world(tmp_path, body, layout)
 
@@ -220,8 +220,8 @@ def test_row13_the_old_goes_after_the_new_is_committed(tmp_path: Path) -> None:
     """
     plans = {rank: Plan() for rank in range(2)}
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
             for number in range(4):
                 step(run, retirer, number)
 
@@ -250,13 +250,13 @@ def test_row12_a_save_that_fails_costs_nothing(tmp_path: Path) -> None:
     """With keep_latest=1 the second save fails: the first stays, whole, until the third is there."""
     plan = Plan()
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
             step(run, retirer, 1)
             plan.add(Fault("write", "*.distcp", 1, Fail(OSError(errno.ENOSPC, "full"))))
             with pytest.raises(Exception, match="No space left"):
                 step(run, retirer, 2)
-            retirer.after_commit(run.seat)
+            retirer.after_commit(run.session)
             assert rig.look(SOLO, str(tmp_path), ["step_1", "step_2"]).state == {"step_1": "1"}
             step(run, retirer, 3)
 
@@ -268,11 +268,11 @@ def test_row14_what_is_not_ours_stays(tmp_path: Path) -> None:
     """A user's backup of a step, notes in a step that goes, saves with other names: untouched."""
     run_dir = Path(SOLO.directory(str(tmp_path), "a"))
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
             step(run, retirer, 1)
-            rig.save(run.seat, "step_1_backup", "mine", run)
-            rig.save(run.seat, "my_step_1", "mine", run)
+            rig.save(run.session, "step_1_backup", "mine", run)
+            rig.save(run.session, "my_step_1", "mine", run)
             (run_dir / "step_1" / "notes.txt").write_text("notes")
             (run_dir / "step_1.old").mkdir()
             (run_dir / "step_1.old" / "model.pt").write_text("theirs")
@@ -330,13 +330,13 @@ def test_row29_a_directory_that_will_not_be_empty_kills_nobody(
     on, its saves go on, and when it is over nothing is left.
     """
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
             for number in range(4):
                 step(run, retirer, number)
         if isinstance(posix, _HeldOpen):
             posix.held = False
-        with holding(seat, 1) as (run, retirer):
+        with holding(session, 1) as (run, retirer):
             step(run, retirer, 4)
 
     world(tmp_path, body, posix=posix)
@@ -362,9 +362,9 @@ def test_a_delete_that_fails_is_told_once_and_tried_less_often(
     plan = Plan()
     now, told = [0.0], list[Event]()
 
-    def body(seat: Seat) -> list[int]:
+    def body(session: RunSession) -> list[int]:
         tried = []
-        with holding(seat, 1, tell=told.append, clock=lambda: now[0]) as (run, retirer):
+        with holding(session, 1, tell=told.append, clock=lambda: now[0]) as (run, retirer):
             step(run, retirer, 1)
             plan.add(Fault(op, key, None, Fail(OSError(error, os.strerror(error)))))
             for number in range(2, 12):
@@ -406,17 +406,17 @@ def test_an_entry_that_fails_in_one_domain_is_entered_later(
     plan = Plan()
     told: list[Event] = []
 
-    def body(seat: Seat) -> None:
-        tell = told.append if seat.control.rank == 1 else lambda _: None
-        with holding(seat, 1, tell=tell) as (run, retirer):
+    def body(session: RunSession) -> None:
+        tell = told.append if session.control.rank == 1 else lambda _: None
+        with holding(session, 1, tell=tell) as (run, retirer):
             step(run, retirer, 1)
-            rig.save(run.seat, "step_2", "2", run)
-            if seat.control.rank == 1:
+            rig.save(run.session, "step_2", "2", run)
+            if session.control.rank == 1:
                 plan.add(Fault("create", "*/log/*", 1, action))
-            retirer.after_commit(run.seat)
+            retirer.after_commit(run.session)
             sight = rig.look(TWO_DOMAINS, str(tmp_path), ["step_1", "step_2"])
             assert sight.state == {"step_2": "2"}
-            seat.control.step("seen", lambda: None)
+            session.control.step("seen", lambda: None)
             step(run, retirer, 3)
 
     world(tmp_path, body, TWO_DOMAINS, plans={1: plan})
@@ -429,13 +429,13 @@ def test_an_entry_whose_answer_was_lost_for_good_is_found_again(tmp_path: Path) 
     """It seemed to fail and lies in the log: the bytes go after the next commit."""
     plan = Plan()
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
             step(run, retirer, 1)
-            rig.save(run.seat, "step_2", "2", run)
+            rig.save(run.session, "step_2", "2", run)
             plan.add(Fault("create", "*/log/*", 1, Lose()))
             plan.add(Fault("create", "*/log/*", 2, Fail(OSError(errno.EIO, "no"))))
-            retirer.after_commit(run.seat)
+            retirer.after_commit(run.session)
             plan.faults.clear()
             assert [e["kind"] for e in entries(tmp_path)["a"]][-1] == "delete"
             assert "step_1" in disks(tmp_path, SOLO)["a"]
@@ -452,12 +452,12 @@ def test_a_deleted_save_stays_whole_for_its_grace(tmp_path: Path) -> None:
     now = [0.0]
     run_dir = SOLO.directory(str(tmp_path), "a")
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1, grace_s=100.0, clock=lambda: now[0]) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 1, grace_s=100.0, clock=lambda: now[0]) as (run, retirer):
             step(run, retirer, 1)
             for number in range(2, 6):
                 step(run, retirer, number)
-                rig.save(run.seat, "other", str(number), run, replace=True)
+                rig.save(run.session, "other", str(number), run, replace=True)
                 now[0] += 10.0
             assert retirer.debris() == 0
             assert steps_in(run_dir) == ["other", *(f"step_{n}" for n in range(1, 6))]
@@ -505,10 +505,10 @@ def test_a_save_that_commits_while_a_delete_is_entered_leaves_its_bytes_for_the_
             beside.pop()()
             meanwhile.append(steps_in(run_dir))
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1, grace_s=100.0) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 1, grace_s=100.0) as (run, retirer):
             step(run, retirer, 1)
-            other = replace(run.seat, control=seat.control.clone(), background=None)
+            other = replace(run.session, control=session.control.clone(), background=None)
 
             def save() -> None:
                 rig.save(other, "other", "x", run)
@@ -536,12 +536,12 @@ def test_a_grace_ends_without_another_save(tmp_path: Path) -> None:
         if isinstance(event, Deleted):
             gone.put(event.uri[-1])
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1, grace_s=0.05, tell=tell) as (run, retirer):
-            rig.save(run.seat, "step_1", "x", run)
+    def body(session: RunSession) -> None:
+        with holding(session, 1, grace_s=0.05, tell=tell) as (run, retirer):
+            rig.save(run.session, "step_1", "x", run)
             for number in (2, 3):
-                rig.save(run.seat, f"step_{number}", "x", run)
-                retirer.after_commit(run.seat)
+                rig.save(run.session, f"step_{number}", "x", run)
+                retirer.after_commit(run.session)
                 assert gone.get(timeout=60) == str(number - 1)
 
     world(tmp_path, body)
@@ -556,12 +556,12 @@ def test_a_new_owner_gives_readers_the_grace_anew(tmp_path: Path, grace_s: float
     now = [0.0]
     run_dir = SOLO.directory(str(tmp_path), "a")
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1, grace_s=100.0, clock=lambda: now[0]) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 1, grace_s=100.0, clock=lambda: now[0]) as (run, retirer):
             step(run, retirer, 1)
             step(run, retirer, 2)
         assert steps_in(run_dir) == ["step_1", "step_2"]
-        with holding(seat, 1, grace_s=grace_s, clock=lambda: now[0]) as (run, retirer):
+        with holding(session, 1, grace_s=grace_s, clock=lambda: now[0]) as (run, retirer):
             assert steps_in(run_dir) == (["step_1", "step_2"] if grace_s else ["step_2"])
             now[0] += 99.0
             step(run, retirer, 3)
@@ -577,20 +577,20 @@ def test_pins_outlive_the_process_and_end(tmp_path: Path) -> None:
     """Pinned in every domain by one generation, respected by the next, gone once it is unpinned."""
     ids: list[str] = []
 
-    def first(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
-            ids.append(rig.save(run.seat, "step_1", "1", run))
-            retirer.after_commit(run.seat)
-            retirer.pin(run.seat, ids[0])
-            retirer.pin(run.seat, ids[0])  # saying it again is no error
+    def first(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
+            ids.append(rig.save(run.session, "step_1", "1", run))
+            retirer.after_commit(run.session)
+            retirer.pin(run.session, ids[0])
+            retirer.pin(run.session, ids[0])  # saying it again is no error
             step(run, retirer, 2)
 
-    def second(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
+    def second(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
             step(run, retirer, 3)
             assert set(map(tuple, disks(tmp_path, TWO_DOMAINS).values())) == {("step_1", "step_3")}
-            seat.control.step("seen", lambda: None)
-            retirer.pin(run.seat, ids[0], pinned=False)
+            session.control.step("seen", lambda: None)
+            retirer.pin(run.session, ids[0], pinned=False)
             step(run, retirer, 4)
 
     world(tmp_path, first, TWO_DOMAINS)
@@ -606,18 +606,18 @@ def test_a_pinned_step_that_is_saved_again_stays_pinned(tmp_path: Path, keep: in
     the step ends it.
     """
 
-    def body(seat: Seat) -> None:
-        with holding(seat, keep) as (run, retirer):
-            old = rig.save(run.seat, "step_1", "old", run)
-            retirer.pin(run.seat, old)
-            new = rig.save(run.seat, "step_1", "new", run, replace=True)
-            retirer.after_commit(run.seat)
+    def body(session: RunSession) -> None:
+        with holding(session, keep) as (run, retirer):
+            old = rig.save(run.session, "step_1", "old", run)
+            retirer.pin(run.session, old)
+            new = rig.save(run.session, "step_1", "new", run, replace=True)
+            retirer.after_commit(run.session)
             for number in (2, 3):
                 step(run, retirer, number)
             for path in TWO_DOMAINS.directories(str(tmp_path)).values():
                 assert _only_id(path, 1) == new
-            seat.control.step("seen", lambda: None)
-            retirer.pin(run.seat, new, pinned=False)
+            session.control.step("seen", lambda: None)
+            retirer.pin(run.session, new, pinned=False)
             step(run, retirer, 4)
 
     world(tmp_path, body, TWO_DOMAINS)
@@ -628,13 +628,13 @@ def test_a_pinned_step_that_is_saved_again_stays_pinned(tmp_path: Path, keep: in
 def test_only_live_saves_are_pinned(tmp_path: Path) -> None:
     """NotFoundError on every rank for a deleted save and for one that never was."""
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
-            old = rig.save(run.seat, "step_1", "1", run)
+    def body(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
+            old = rig.save(run.session, "step_1", "1", run)
             step(run, retirer, 2)
             for wrong in (old, "never"):
                 with pytest.raises(NotFoundError, match="not a live checkpoint"):
-                    retirer.pin(run.seat, wrong)
+                    retirer.pin(run.session, wrong)
 
     world(tmp_path, body, TWO_DOMAINS)
 
@@ -643,19 +643,19 @@ def test_a_pin_that_comes_while_it_is_decided_is_respected(tmp_path: Path) -> No
     """The append looks at the log again: what was pinned after the decision stays."""
     plan = Plan()
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
-            old = rig.save(run.seat, "step_1", "1", run)
-            rig.save(run.seat, "step_2", "2", run)
+    def body(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
+            old = rig.save(run.session, "step_1", "1", run)
+            rig.save(run.session, "step_2", "2", run)
             decide = retirer._decide
 
-            def pinned_meanwhile(said: Sequence[Any]) -> Any:
-                verdict = decide(said)
-                retirer.pin(run.seat, old)
+            def pinned_meanwhile(reports: Sequence[Any]) -> Any:
+                verdict = decide(reports)
+                retirer.pin(run.session, old)
                 return verdict
 
             retirer._decide = pinned_meanwhile  # type: ignore[method-assign]
-            retirer.after_commit(run.seat)
+            retirer.after_commit(run.session)
             retirer.make_room()
 
     world(tmp_path, body, plans={0: plan})
@@ -665,12 +665,12 @@ def test_a_pin_that_comes_while_it_is_decided_is_respected(tmp_path: Path) -> No
 def test_what_a_rank_still_needs_stays(tmp_path: Path) -> None:
     """Roots of any rank count: the restored save goes with the first commit that does not name it."""
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
-            old = rig.save(run.seat, "step_1", "1", run)
-            roots = [old] if seat.control.rank == 1 else []
-            rig.save(run.seat, "step_2", "2", run)
-            retained = retirer.after_commit(run.seat, roots)
+    def body(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
+            old = rig.save(run.session, "step_1", "1", run)
+            roots = [old] if session.control.rank == 1 else []
+            rig.save(run.session, "step_2", "2", run)
+            retained = retirer.after_commit(run.session, roots)
             assert retained == Retained(2, ())
             step(run, retirer, 3)
 
@@ -682,15 +682,15 @@ def test_a_step_that_is_saved_again_outlives_its_deleted_self(tmp_path: Path) ->
     """A rewound run saves step_1 anew while the deleted one waits for its grace: only the old goes."""
     now = [0.0]
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 2, grace_s=100.0, clock=lambda: now[0]) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 2, grace_s=100.0, clock=lambda: now[0]) as (run, retirer):
             for number in (1, 2, 3):
                 step(run, retirer, number)
-            rig.save(run.seat, "step_1", "again", run, replace=True)
-            retirer.after_commit(run.seat)
+            rig.save(run.session, "step_1", "again", run, replace=True)
+            retirer.after_commit(run.session)
             now[0] += 101.0
-            rig.save(run.seat, "step_4", "4", run)
-            retirer.after_commit(run.seat)
+            rig.save(run.session, "step_4", "4", run)
+            retirer.after_commit(run.session)
             retirer.make_room()
 
     world(tmp_path, body)
@@ -703,13 +703,13 @@ def test_a_step_that_is_saved_again_outlives_its_deleted_self(tmp_path: Path) ->
 def test_a_fenced_owner_deletes_nothing(tmp_path: Path) -> None:
     """Whoever slept through a takeover may decide what it likes: no entry, no byte."""
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
             step(run, retirer, 1)
-            rig.save(run.seat, "step_2", "2", run)
-            with claim(seat):
+            rig.save(run.session, "step_2", "2", run)
+            with claim(session):
                 before = entries(tmp_path)
-                assert retirer.after_commit(run.seat) is not None
+                assert retirer.after_commit(run.session) is not None
                 retirer.make_room()
                 assert entries(tmp_path) == before
 
@@ -721,13 +721,13 @@ def test_a_rank_that_cannot_read_its_log_only_delays_retention(tmp_path: Path) -
     """No error reaches the caller on any rank; the next commit deletes what this one could not."""
     plan = Plan()
 
-    def body(seat: Seat) -> None:
-        with holding(seat, 1) as (run, retirer):
+    def body(session: RunSession) -> None:
+        with holding(session, 1) as (run, retirer):
             step(run, retirer, 1)
-            rig.save(run.seat, "step_2", "2", run)
-            if seat.control.rank == 1:
+            rig.save(run.session, "step_2", "2", run)
+            if session.control.rank == 1:
                 plan.add(Fault("read", "*/log/*", 1, Fail(NoSpaceError("no"), When.BEFORE)))
-            assert retirer.after_commit(run.seat) is None
+            assert retirer.after_commit(run.session) is None
             step(run, retirer, 3)
 
     world(tmp_path, body, TWO_DOMAINS, plans={1: plan})
@@ -742,11 +742,11 @@ def test_the_first_save_says_what_the_run_will_need(
     """
     size = 1 << 50
 
-    def body(seat: Seat) -> list[str | None]:
-        with holding(seat, 3) as (run, retirer):
+    def body(session: RunSession) -> list[str | None]:
+        with holding(session, 3) as (run, retirer):
             step(run, retirer, 1)
-            small = [Counters(size_bytes=1 << 20)] * seat.control.size
-            large = [Counters(size_bytes=size)] * seat.control.size
+            small = [Counters(size_bytes=1 << 20)] * session.control.size
+            large = [Counters(size_bytes=size)] * session.control.size
             return [retirer.log_needs(small), retirer.log_needs(large)]
 
     with caplog.at_level(logging.INFO):

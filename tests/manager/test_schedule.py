@@ -21,7 +21,7 @@ from ckptfs.control.control import Control, SoloControl
 from ckptfs.errors import CkptfsError, CollectiveError, DeadlineError, StateError
 from ckptfs.manager.preemption import PreemptSignals
 from ckptfs.manager.run_manager import between_s, last_save_s
-from ckptfs.manager.schedule import Post, Rally, Rules, Schedule, calls_between, settle_round
+from ckptfs.manager.schedule import Post, Rendezvous, Rules, Schedule, calls_between, settle_round
 from ckptfs.testing.world import simulate
 from tests.measures import own_threads, warned
 
@@ -458,10 +458,10 @@ def test_a_rally_that_all_reach_returns_everywhere() -> None:
     """Again and again."""
 
     def body(control: Control) -> str:
-        rally = Rally(control)
-        rally.reach("save on failure", 20)
-        rally.reach("save on failure", 20)
-        rally.close()
+        rendezvous = Rendezvous(control)
+        rendezvous.reach("save on failure", 20)
+        rendezvous.reach("save on failure", 20)
+        rendezvous.close()
         return "saved"
 
     assert [end.get() for end in simulate(4, body)] == ["saved"] * 4
@@ -472,11 +472,11 @@ def test_a_rally_that_one_rank_misses_saves_nobody() -> None:
     gave_up = threading.Barrier(3)
 
     def body(control: Control) -> str:
-        rally = Rally(control)
+        rendezvous = Rendezvous(control)
         if control.rank == 2:
             gave_up.wait(120)
         try:
-            rally.reach("save on failure", 0.05 if control.rank != 2 else 20)
+            rendezvous.reach("save on failure", 0.05 if control.rank != 2 else 20)
         except CkptfsError as error:
             if control.rank != 2:
                 gave_up.wait(120)
@@ -495,27 +495,27 @@ def test_giving_up_is_final_until_the_others_have_come_to_that_one_too() -> None
     late_may, late_came, both = threading.Event(), threading.Event(), threading.Barrier(2)
 
     def early(control: Control) -> list[str]:
-        rally, said = Rally(control), []
+        rendezvous, said = Rendezvous(control), []
         for timeout_s in (0.05, 0.05):
             try:
-                rally.reach("x", timeout_s)
+                rendezvous.reach("x", timeout_s)
             except DeadlineError:
                 said.append("late")
         late_may.set()
         assert late_came.wait(120)
         both.wait(120)
-        rally.reach("x", 20)
+        rendezvous.reach("x", 20)
         return [*said, "together"]
 
     def late(control: Control) -> list[str]:
-        rally, said = Rally(control), []
+        rendezvous, said = Rendezvous(control), []
         assert late_may.wait(120)
         with pytest.raises(CollectiveError, match="stopped waiting"):
-            rally.reach("x", 20)
+            rendezvous.reach("x", 20)
         said.append("alone")
         late_came.set()
         both.wait(120)
-        rally.reach("x", 20)
+        rendezvous.reach("x", 20)
         return [*said, "together"]
 
     ends = simulate(2, lambda c: early(c) if c.rank == 0 else late(c))
@@ -526,11 +526,11 @@ def test_a_rally_with_a_rank_that_ended_is_an_error_at_once() -> None:
     """Who has left is not waited for until the deadline."""
 
     def body(control: Control) -> str:
-        rally = Rally(control)
+        rendezvous = Rendezvous(control)
         if control.rank == 1:
             return "left"
         with pytest.raises(CollectiveError):
-            rally.reach("save on failure", 3600)
+            rendezvous.reach("save on failure", 3600)
         return "told"
 
     assert [end.get() for end in simulate(2, body)] == ["told", "left"]

@@ -19,7 +19,7 @@ from ckptfs.commit.log.entries import Delete, Fence, Generation, Kind, Seal
 from ckptfs.commit.log.fold import LogState, fold_entry
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Place, open_seat
+from ckptfs.commit.session import Place, open_session
 from ckptfs.control.control import SoloControl
 from ckptfs.dcp.saving import save_at
 from ckptfs.errors import (
@@ -51,10 +51,10 @@ def commit(
 ) -> None:
     """One more commit of the run."""
     uri = Uri.parse(run)
-    with open_seat(uri, SoloControl(), Place(), write=True) as seat, claim(seat) as held:
+    with open_session(uri, SoloControl(), Place(), write=True) as session, claim(session) as held:
         name = name or f"{kind.value}_{step}"
         spec = SaveSpec(name, step, run=held.generation, artifact=kind, failure=failure)
-        save_at(STATE, held.seat, uri / name, spec)
+        save_at(STATE, held.session, uri / name, spec)
 
 
 def meanwhile(*happenings: Callable[[], object]) -> Callable[[float], bool]:

@@ -24,7 +24,7 @@ from ckptfs.commit.ownership.recovery import encode_record
 from ckptfs.commit.parts import parts as real
 from ckptfs.commit.paths import AttemptKeys
 from ckptfs.commit.save import owner_steps
-from ckptfs.commit.state import catalog, name_taken, next_seq, part_name, piece, promised_here
+from ckptfs.commit.state import catalog, next_seq, part_name, piece, promised_here, save_named
 from ckptfs.errors import CkptfsError, IntegrityError, ManifestError, NotFoundError
 from ckptfs.storage.base import Capabilities, Shape
 from tests.model.disk import Puts
@@ -186,7 +186,7 @@ def driver_again(what: Whole, domains: tuple[str, ...] = ("A",)) -> Steps:
     views: dict[str, Any] = {}
     for domain in domains:
         views[domain] = yield from on(domain, catch_up())
-    taken = name_taken(what.name, views)
+    taken = save_named(what.name, views)
     if taken is None:
         return "free"
     if set(taken.everywhere) - set(domains):

@@ -462,10 +462,10 @@ PLANTED: dict[str, Mistake] = {
         "replace-recovered-twice", "I7", _stopping_at_enoent
     ),
     "what was moved to the trash is not looked at": Mistake(
-        "retired-beside-seat", "I7", _what_was_moved_is_not_looked_at
+        "retired-beside-session", "I7", _what_was_moved_is_not_looked_at
     ),
     "a projection that a dead remover took away is left so": Mistake(
-        "retired-beside-seat-recovered", "I7", _lost_projection_left
+        "retired-beside-session-recovered", "I7", _lost_projection_left
     ),
     "equal generations": Mistake("tie", "I3", _equal_generations),
     "deleting a step by name": Mistake("delete-saved-again", "foreign", _deleting_a_step_by_name),

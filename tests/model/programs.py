@@ -32,7 +32,7 @@ from ckptfs.commit.paths import AttemptKeys
 from ckptfs.commit.save import owner_steps
 from ckptfs.commit.save.foreign_metadata import metadata_at
 from ckptfs.commit.save.projection import InHand
-from ckptfs.commit.state import catalog, name_taken, next_seq
+from ckptfs.commit.state import catalog, next_seq, save_named
 from ckptfs.errors import (
     CkptfsError,
     FencedError,
@@ -254,7 +254,7 @@ def saver(what: What, domain: str, ending: str = "finish", after: tuple[str, ...
         newest = max(v.generation for v in views.values())
         if what.gen is not None and newest > what.gen:
             return "fenced"
-        found = name_taken(what.name, views)
+        found = save_named(what.name, views)
         if not (what.replace or what.swaps) and found is not None:
             return "taken"
         base = what.gen or min(v.generation for v in views.values())
@@ -388,7 +388,7 @@ def retirer(gen: Generation, name: str, caps: Capabilities, *, turns: bool = Tru
         return "nothing"
     save_id = found[-1].save_id
     program = deletion_steps.retire(
-        found[-1], means, gen, views["A"], reason="keep", going={save_id}
+        found[-1], means, gen, views["A"], reason="keep", together={save_id}
     )
     outcome = yield from on("A", program)
     if isinstance(outcome, Refused):
@@ -454,7 +454,7 @@ def saver_again(what: What, spec: Holder) -> Steps:
     own = ids(f"again-{what.save_id}")
     means = Means("A", what.caps, own)
     state = yield from on("A", owner_steps.survey())
-    taken = name_taken(what.name, {"A": state})
+    taken = save_named(what.name, {"A": state})
     del state
     if taken is None:
         return "free"
@@ -483,7 +483,7 @@ def saver_replacing(what: What, spec: Holder) -> Steps:
     means = Means("A", what.caps, own)
     fenced = replace(what, gen=spec.gen, replace=True, last=True)
     state = yield from on("A", owner_steps.survey())
-    if name_taken(what.name, {"A": state}) is not None:
+    if save_named(what.name, {"A": state}) is not None:
         del state
         end = yield from _claim(spec, own)
         if end == "ready":

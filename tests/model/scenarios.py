@@ -750,19 +750,19 @@ def retired_beside() -> Scenario:
     )
 
 
-def retired_beside_seat() -> Scenario:
+def retired_beside_session() -> Scenario:
     """As retired-beside, but the save is made by another process of the same generation, which takes no
     turns with the removal.
     """
-    return _beside_seat("retired-beside-seat")
+    return _beside_session("retired-beside-session")
 
 
-def retired_beside_seat_recovered() -> Scenario:
+def retired_beside_session_recovered() -> Scenario:
     """The same, and P2 recovers."""
-    return _beside_seat("retired-beside-seat-recovered", P2=partial(holder, Holder(G2)))
+    return _beside_session("retired-beside-session-recovered", P2=partial(holder, Holder(G2)))
 
 
-def _beside_seat(name: str, **more: Callable[[], Generator[Any, Any, Any]]) -> Scenario:
+def _beside_session(name: str, **more: Callable[[], Generator[Any, Any, Any]]) -> Scenario:
     a, b = What("aaa", gen=G1), What("bbb", gen=G1, replace=True, clears=False)
     whats = _saves(a, b)
     return _one(
@@ -1276,8 +1276,8 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         overwrite_plain,
         pinned,
         retired_beside,
-        retired_beside_seat,
-        retired_beside_seat_recovered,
+        retired_beside_session,
+        retired_beside_session_recovered,
         tie,
         directory,
         directory_deleted,

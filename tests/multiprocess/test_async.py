@@ -188,7 +188,7 @@ def takes_turns(rank: Rank) -> list[list[float]]:
     """Two saves; when this rank opened and closed its data files, on the clock of the host."""
     import ckptfs
     from ckptfs.commit.save.spec import SaveSpec
-    from ckptfs.commit.session import Place, sit_down
+    from ckptfs.commit.session import Place, start_session
     from ckptfs.control.control import open_control
     from ckptfs.dcp.saving import WriteOptions, save_at
     from ckptfs.storage.local import LocalStorage
@@ -212,12 +212,12 @@ def takes_turns(rank: Rank) -> list[list[float]]:
     with open_control() as control:
         storage = Recorded(uri)
         storage.make_dir("")
-        seat = sit_down(control, storage, Place(), write=True)
+        session = start_session(control, storage, Place(), write=True)
         for number in (1, 2):
             name = f"step_{number}"
             save_at(
                 build(rank, 1.0),
-                seat,
+                session,
                 uri / name,
                 SaveSpec(name, number, per_rank=tuple(OWN)),
                 WriteOptions(writers_per_node=rank.args["limit"]),

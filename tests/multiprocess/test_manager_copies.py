@@ -51,7 +51,7 @@ def save_and_drain(rank: Rank) -> dict[str, Any]:
         left = copier.wait(timeout_s=240)
         waiting = len(copier.waiting())
         copier.close()
-        domains = len(run.seat.placement.domains)
+        domains = len(run.session.placement.domains)
         if rank.args.get("by_hand"):
             gather(f"{primary}/step_{step}", str(rank.args["by_hand"]))
     return {

@@ -90,14 +90,14 @@ def seen(state: dict[str, Any]) -> str:
 
 
 @contextmanager
-def seat_at(uri: str, *, write: bool) -> Iterator[Any]:
-    """A seat of this rank at a run."""
-    from ckptfs.commit.session import Place, agree_uri, control_for, open_seat
+def session_at(uri: str, *, write: bool) -> Iterator[Any]:
+    """A session of this rank at a run."""
+    from ckptfs.commit.session import Place, agree_uri, control_for, open_session
 
     with control_for(None, 20.0) as control:
         target = agree_uri(control, uri)
-        with open_seat(target, control, Place(), write=write) as seat:
-            yield seat
+        with open_session(target, control, Place(), write=write) as session:
+            yield session
 
 
 def save_state(uri: str, step: int, state: Any) -> None:
@@ -107,10 +107,10 @@ def save_state(uri: str, step: int, state: Any) -> None:
     from ckptfs.dcp.saving import save_at
     from ckptfs.manager.state_dict import saveable
 
-    with seat_at(uri, write=True) as seat, claim(seat) as run:
+    with session_at(uri, write=True) as session, claim(session) as run:
         found = saveable(state)
         spec = SaveSpec(f"step_{step}", step, run=run.generation, per_rank=found.per_rank)
-        save_at(found.state_dict, seat, seat.storage.uri(spec.name), spec)
+        save_at(found.state_dict, session, session.storage.uri(spec.name), spec)
 
 
 def restore_state(uri: str, state: Any, **request: Any) -> Any:
@@ -121,9 +121,9 @@ def restore_state(uri: str, state: Any, **request: Any) -> Any:
     from ckptfs.manager.restore_candidates import RestoreRequest
 
     asked = RestoreRequest(step_of=Template("step_{N}").step_of, **request)
-    with seat_at(uri, write=False) as seat:
+    with session_at(uri, write=False) as session:
         try:
-            outcome = restore([seat], state, asked)
+            outcome = restore([session], state, asked)
         except CkptfsError as error:
             return [type(error).__name__, str(error)]
     if outcome is None:

@@ -16,7 +16,7 @@ import torch
 
 from ckptfs.commit.session import Place
 from ckptfs.control.control import open_control
-from ckptfs.manager.claimed_run import Ground, Where
+from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Action, FaultyStorage, Plan, parse_faults
@@ -84,7 +84,7 @@ def managing(rank: Rank, faults: str, **options: Any) -> Any:
     plan = Watching(faults, disk(rank.args["base"], this_node()))
     storage = FaultyStorage(open_storage(uri), plan)
     with open_control() as control:
-        ground = Ground(Where(str(uri), Place()), control=control, storage=storage)
+        ground = RunHandle(Where(str(uri), Place()), control=control, storage=storage)
         with CheckpointManager(str(uri), ground=ground, **options) as manager:
             yield manager, plan
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import ckptfs
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import Control
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
@@ -316,8 +316,8 @@ def test_row8_eexist_is_success_and_nobody_is_asked_again(tmp_path: Path) -> Non
 
     def make(control: Control) -> None:
         storage = LocalStorage(Uri.parse(tmp_path / "run"), posix=posix)
-        seat = sit_down(control, storage, Place(), write=True)
-        ensure_dir(control, seat.storage, seat.placement, "step_1")
+        session = start_session(control, storage, Place(), write=True)
+        ensure_dir(control, session.storage, session.placement, "step_1")
         with storage.open_write(f"step_1/{control.rank}") as writer:
             writer.write(b"x")
 

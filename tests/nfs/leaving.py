@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ckptfs
 from ckptfs.errors import CkptfsError
-from tests.nfs.ranks import SIZE_BYTES, Seat, join, state_of
+from tests.nfs.ranks import SIZE_BYTES, JobRank, join, state_of
 
 __all__ = ["Left", "leaves"]
 
@@ -22,13 +22,13 @@ class Left:
     text: str
 
 
-def leaves(seat: Seat, uri: str, mark: str) -> Left:
+def leaves(job_rank: JobRank, uri: str, mark: str) -> Left:
     """Save aside, wait, and end as a script does; the last thing that the interpreter does makes ``mark``."""
     atexit.register(Path(mark).touch)  # the first to come is the last to go
     os.environ["CKPTFS_EXIT_S"] = "1"
-    join(seat)
-    state = state_of(seat.rank, 1, SIZE_BYTES)
-    pending = ckptfs.async_save(state, uri, per_rank=["mine"], timeout_s=seat.timeout_s)
+    join(job_rank)
+    state = state_of(job_rank.rank, 1, SIZE_BYTES)
+    pending = ckptfs.async_save(state, uri, per_rank=["mine"], timeout_s=job_rank.timeout_s)
     try:
         pending.result()
     except CkptfsError as error:

@@ -1,7 +1,7 @@
 """Ranks of a job on the clients of the lab: each a forked process in a gloo group; runs there.
 
-    Seat(rank, size, port)               who this process is; rank 0, on a, hosts the store of the job
-    does(seat, Save(uri, 1), Load(uri, 1), Claim(run))     -> an Outcome of each, as a test compares them
+    JobRank(rank, size, port)            who this process is; rank 0, on a, hosts the store of the job
+    does(session, Save(uri, 1), Load(uri, 1), Claim(run))     -> an Outcome of each, as a test compares them
 
 What is saved is a tensor of every rank's own, made of a seed, so that a reader knows each bit of it.
 """
@@ -23,10 +23,10 @@ from ckptfs.errors import CkptfsError, CollectiveError
 
 __all__ = [
     "Claim",
+    "JobRank",
     "Load",
     "Outcome",
     "Save",
-    "Seat",
     "does",
     "free_port",
     "is_there",
@@ -41,7 +41,7 @@ SIZE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Seat:
+class JobRank:
     """One rank of a job. timeout_s: of its calls, the longest silence that is waited out."""
 
     rank: int
@@ -91,44 +91,44 @@ class Outcome:
         return self.error, self.text, self.kinds
 
 
-def does(seat: Seat, *acts: Save | Load | Claim) -> tuple[Outcome, ...]:
+def does(job_rank: JobRank, *acts: Save | Load | Claim) -> tuple[Outcome, ...]:
     """One call after the other, whatever each comes to."""
-    join(seat)
-    return tuple(_outcome(seat, act) for act in acts)
+    join(job_rank)
+    return tuple(_outcome(job_rank, act) for act in acts)
 
 
-def _outcome(seat: Seat, act: Save | Load | Claim) -> Outcome:
+def _outcome(job_rank: JobRank, act: Save | Load | Claim) -> Outcome:
     started = time.monotonic()
     try:
-        found = _do(seat, act)
+        found = _do(job_rank, act)
     except CkptfsError as error:
         return outcome_of(error, time.monotonic() - started)
     return found
 
 
-def _do(seat: Seat, act: Save | Load | Claim) -> Outcome:
+def _do(job_rank: JobRank, act: Save | Load | Claim) -> Outcome:
     if isinstance(act, Save):
-        state = state_of(seat.rank, act.seed, act.size_bytes)
-        ckptfs.save(state, act.uri, per_rank=["mine"], timeout_s=seat.timeout_s)
+        state = state_of(job_rank.rank, act.seed, act.size_bytes)
+        ckptfs.save(state, act.uri, per_rank=["mine"], timeout_s=job_rank.timeout_s)
         return Outcome()
     if isinstance(act, Load):
-        state = state_of(seat.rank, act.seed + 1, act.size_bytes)
-        ckptfs.load(state, act.uri, timeout_s=seat.timeout_s)
-        meant = state_of(seat.rank, act.seed, act.size_bytes)
+        state = state_of(job_rank.rank, act.seed + 1, act.size_bytes)
+        ckptfs.load(state, act.uri, timeout_s=job_rank.timeout_s)
+        meant = state_of(job_rank.rank, act.seed, act.size_bytes)
         same = torch.equal(state["mine"], meant["mine"])
         return Outcome() if same else Outcome("Different", act.uri)
-    with ckptfs.prepare_run(act.uri, timeout_s=seat.timeout_s):
+    with ckptfs.prepare_run(act.uri, timeout_s=job_rank.timeout_s):
         return Outcome(names=tuple(c.uri.name for c in ckptfs.list_checkpoints(act.uri)))
 
 
-def join(seat: Seat) -> None:
+def join(job_rank: JobRank) -> None:
     """Become a rank of the job."""
     os.environ["GLOO_SOCKET_IFNAME"] = "vec0"
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{STORE_HOST}:{seat.port}",
-        rank=seat.rank,
-        world_size=seat.size,
+        init_method=f"tcp://{STORE_HOST}:{job_rank.port}",
+        rank=job_rank.rank,
+        world_size=job_rank.size,
     )
 
 

@@ -32,7 +32,7 @@ def make_and_write(args: dict[str, Any]) -> dict[str, Any]:
     rank, _ = join()
     run = args["run"]
     held = ckptfs.prepare_run(run)
-    seat = held.seat
+    session = held.session
 
     def naive(name: str) -> None:
         if rank == 0:
@@ -40,7 +40,7 @@ def make_and_write(args: dict[str, Any]) -> dict[str, Any]:
         dist.barrier()
 
     ways: dict[str, Callable[[str], object]] = {
-        "held": lambda name: ensure_dir(seat.control, seat.storage, seat.placement, name),
+        "held": lambda name: ensure_dir(session.control, session.storage, session.placement, name),
         "naive": naive,
         "call": lambda name: ckptfs.ensure_dir(f"{run}/{name}"),
     }

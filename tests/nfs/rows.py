@@ -111,7 +111,7 @@ def hosts(args: dict[str, Any]) -> dict[str, Any]:
         for where, run in (("private", f"{private}/run"), ("shared", f"{args['run']}/run")):
             with ckptfs.prepare_run(run) as held:
                 ckptfs.save({f"w{rank}": torch.full((10,), float(rank))}, f"{run}/step_1", run=held)
-                found[where] = len(held.seat.placement.domains)
+                found[where] = len(held.session.placement.domains)
             dist.barrier()
             files = [p.name for p in Path(run).rglob("*.distcp")]
             found[f"{where} files"] = sorted(files)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lab.nfs import Forked, Machine, NfsLab
-from tests.nfs.ranks import Seat, free_port, is_there, waits_in
+from tests.nfs.ranks import JobRank, free_port, is_there, waits_in
 
 __all__ = ["END_S", "Gate", "all_say", "ends", "start", "until", "wait_stuck"]
 
@@ -61,13 +61,13 @@ def start(
     timeout_s: float = PATIENT_S,
     gate: Gate | None = None,
 ) -> list[Forked]:
-    """``function(Seat(...), *args)`` as one rank on each client, rank 0 on a."""
+    """``function(RunSession(...), *args)`` as one rank on each client, rank 0 on a."""
     port = lab.a.call(free_port)
     ranks = []
     for rank, node in enumerate(lab.nodes):
         here = {} if gate is None or gate.machine is not node else {"CKPTFS_TEST_FAULT": gate.fault}
-        seat = Seat(rank, 2, port, timeout_s)
-        ranks.append(node.fork(function, seat, *args, environment=here))
+        job_rank = JobRank(rank, 2, port, timeout_s)
+        ranks.append(node.fork(function, job_rank, *args, environment=here))
     return ranks
 
 

@@ -64,9 +64,9 @@ class Wreck:
             for name, job in JOBS.items():
                 gate = Gate(self.victim)
                 gate.open()  # until the job itself shuts it
-                doomed = {**job.args, "gate": gate.path, "holder": holder}
+                pending_deletes = {**job.args, "gate": gate.path, "holder": holder}
                 fault = f"hold={gate.path}:close:*__{holder}_*.distcp:*@{holder}"
-                crowds[name] = stack.enter_context(self._start(name, doomed, fault))
+                crowds[name] = stack.enter_context(self._start(name, pending_deletes, fault))
                 if name == "N1":
                     driver = self._drive(crowds[name], self._args(name))
                 crowds[name].wait_at(gate)  # one after the other: a machine has one processor
@@ -111,8 +111,10 @@ class Wreck:
     def _args(self, name: str) -> dict[str, Any]:
         return {"run": f"faults+file://{self.runs[name]}", "until": JOBS[name].until}
 
-    def _start(self, name: str, doomed: Mapping[str, Any] | None = None, fault: str = "") -> Crowd:
-        args = {**self._args(name), **(doomed or {})}
+    def _start(
+        self, name: str, pending_deletes: Mapping[str, Any] | None = None, fault: str = ""
+    ) -> Crowd:
+        args = {**self._args(name), **(pending_deletes or {})}
         environment = {"CKPTFS_TIMEOUT_S": str(TIMEOUT_S), "CKPTFS_TEST_FAULT": fault}
         return Crowd(self.lab, JOBS[name].body, args, job=name, own=lambda _: environment)
 
@@ -142,9 +144,9 @@ def lost_under_torchrun(lab: NfsLab, name: str, args: Mapping[str, Any]) -> tupl
     """
     gate = Gate(lab.b)
     gate.open()  # until the job itself shuts it
-    doomed = {**args, **JOBS[name].args, "gate": gate.path, "holder": 3}
+    pending_deletes = {**args, **JOBS[name].args, "gate": gate.path, "holder": 3}
     fault = f"hold={gate.path}:close:*__3_*.distcp:*@3"
-    programs = under_torchrun(lab, name, doomed, fault=fault)
+    programs = under_torchrun(lab, name, pending_deletes, fault=fault)
     deadline = time.monotonic() + RESULT_S
     while not lab.b.call(stands_at, gate.path):
         for program in programs:

@@ -61,8 +61,8 @@ def a_machine_dies_in_the_middle_of_a_save(
     """N4: a save is on its way, ``latest`` has not moved, a whole machine dies: within the deadline the
     others are told which. Returns what each rank should end with.
     """
-    gate, doomed = home / "gate", 2 * victim + 1
-    fault = f"hold={gate}:close:*__{doomed}_0.distcp:2@{doomed}"
+    gate, pending_deletes = home / "gate", 2 * victim + 1
+    fault = f"hold={gate}:close:*__{pending_deletes}_0.distcp:2@{pending_deletes}"
     words = [f"faults+file://{RUN}", "--reference", "--mode", mode, "--timeout-s", str(SILENCE_S)]
     with job(nodes, "train", *words, home=home, fault=fault) as first:
         first.reached(gate)
@@ -84,7 +84,7 @@ def a_machine_dies_in_the_middle_of_a_save(
             assert told[rank]["kind"] in kinds(victim), told[rank]
             if victim == 1:
                 # Its two ranks fell silent up to a heartbeat apart: one of them alone may be named.
-                silent = {f"rank {r} on node1 " for r in (doomed - 1, doomed)}
+                silent = {f"rank {r} on node1 " for r in (pending_deletes - 1, pending_deletes)}
                 assert any(words in told[rank]["text"] for words in silent), told[rank]
         first.release("leave")
         assert first.statuses([1 - victim]) != [0]

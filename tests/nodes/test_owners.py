@@ -27,7 +27,7 @@ def own(rank: Rank) -> None:
     from ckptfs.commit.ownership.claim import claim
 
     os.umask(0)
-    run = claim(_seat(), times=_times(1.0))
+    run = claim(_session(), times=_times(1.0))
     rank.tell("owns", pid=os.getpid(), generation=run.generation.number)
     rank.hold("the end")
     run.release()
@@ -49,15 +49,15 @@ def come(rank: Rank) -> dict[str, Any]:
         os.setgroups([])  # hidepid hides nothing from the group 0
         os.setgid(rank.args["uid"])
         os.setuid(rank.args["uid"])
-    seat = _seat()
-    view = drive(read_view(), seat.storage)
+    session = _session()
+    view = drive(read_view(), session.storage)
     seen: dict[str, Any] = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "hold": holding_of({} if view is None else dict([view])).hold.value,
     }
     try:
-        run = claim(seat, times=_times(rank.args["still_s"]))
+        run = claim(session, times=_times(rank.args["still_s"]))
     except RunBusyError as error:
         return seen | {"got": "busy", "text": str(error)}
     run.release()
@@ -70,12 +70,12 @@ def _times(still_s: float) -> Any:
     return LeaseTimes(rewrite_s=0.1, still_s=still_s)
 
 
-def _seat() -> Any:
-    from ckptfs.commit.session import Place, sit_down
+def _session() -> Any:
+    from ckptfs.commit.session import Place, start_session
     from ckptfs.control.control import SoloControl
     from ckptfs.storage.registry import open_storage
 
-    return sit_down(SoloControl(), open_storage(RUN), Place(), write=True)
+    return start_session(SoloControl(), open_storage(RUN), Place(), write=True)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from ckptfs.commit.ownership.lease import LeaseTimes
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Place, Seat, agree_uri, sit_down
+from ckptfs.commit.session import Place, RunSession, agree_uri, start_session
 from ckptfs.control.control import Control
 from ckptfs.dcp.planning.save_planner import SavePlanner
 from ckptfs.dcp.planning.state_dicts import LocalFacts
@@ -184,23 +184,23 @@ def _live(control: Control, ground: _Ground) -> None:
     """What every rank does."""
     storage = ground.storage(control.world.node)
     try:
-        seat = _sit(control, storage)
+        session = _sit(control, storage)
         _count(control, ground, "open")
-        ensure_dir(control, storage, seat.placement, "logs")
+        ensure_dir(control, storage, session.placement, "logs")
         _count(control, ground, "ensure")
-        with claim(seat, times=LeaseTimes(_LONG_S)) as run:
+        with claim(session, times=LeaseTimes(_LONG_S)) as run:
             _count(control, ground, "prepare")
             retirer = Retirer(run, Keep(latest=1), lambda _: True)
             _save(run, ground.sizes, 1)
             _count(control, ground, "first save")
             _save(run, ground.sizes, 2)
             _count(control, ground, "save")
-            retirer.after_commit(run.seat)
+            retirer.after_commit(run.session)
             retirer.make_room()
             _count(control, ground, "retain")
             retirer.close()
         _count(control, ground, "release")
-        with claim(seat, times=LeaseTimes(_LONG_S)):
+        with claim(session, times=LeaseTimes(_LONG_S)):
             _count(control, ground, "resume")
             if control.rank == 0:
                 _latest(storage)
@@ -209,9 +209,9 @@ def _live(control: Control, ground: _Ground) -> None:
         storage.close()
 
 
-def _sit(control: Control, storage: Storage) -> Seat:
+def _sit(control: Control, storage: Storage) -> RunSession:
     agree_uri(control, str(storage.root))
-    return sit_down(control, storage, Place(), write=True)
+    return start_session(control, storage, Place(), write=True)
 
 
 def _count(control: Control, ground: _Ground, name: str) -> None:
@@ -228,13 +228,13 @@ def _count(control: Control, ground: _Ground, name: str) -> None:
 
 def _save(run: Run, sizes: Sizes, step: int) -> None:
     """As ``ckptfs.dcp.saving.save_at``, without the result that each rank makes of all ranks' numbers."""
-    seat = run.seat
-    control, storage = seat.control, seat.storage
+    session = run.session
+    control, storage = session.control, session.storage
     target = agree_uri(control, str(storage.uri(f"step_{step}")))
-    domains = {d.id: d.ranks for d in seat.placement.domains}
+    domains = {d.id: d.ranks for d in session.placement.domains}
     planned = plan_save(Shard(sizes), control, domains=tuple(domains.values()))
-    check_space(seat, planned, 1, required=False)
-    attempt = Attempt(seat, SaveSpec(target.name, step, run=run.generation))
+    check_space(session, planned, 1, required=False)
+    attempt = Attempt(session, SaveSpec(target.name, step, run=run.generation))
     attempt.begin()
     attempt.commit(
         lambda: write(
@@ -242,8 +242,8 @@ def _save(run: Run, sizes: Sizes, step: int) -> None:
             storage,
             attempt.prefix,
             attempt.save_id,
-            domain=seat.placement.mine.id,
-            sync_names=not seat.placement.is_owner,
+            domain=session.placement.mine.id,
+            sync_names=not session.placement.is_owner,
         ),
         lambda parts: finish_save(
             planned,

@@ -18,7 +18,7 @@ import torch
 
 import ckptfs
 from ckptfs.commit.ownership.claim import claim
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import SoloControl
 from ckptfs.storage.local import LocalStorage, posix
 from ckptfs.storage.local.posix import without_mark
@@ -182,7 +182,7 @@ def test_the_syncs_of_a_held_save_are_those_of_the_page(tmp_path: Path) -> None:
     disk = _NamedDisk(str(tmp_path))
     directory = f"{tmp_path}/run"
     storage = LocalStorage(Uri.parse("file:///data/run"), directory=directory, posix=disk)
-    with claim(sit_down(SoloControl(), storage, Place(), write=True)) as run:
+    with claim(start_session(SoloControl(), storage, Place(), write=True)) as run:
         until_the_clock_ticks(tmp_path)
         _save(run, Sizes(1, 1), 1)
         before = len(disk.fsyncs)

@@ -97,11 +97,11 @@ def _listed(begin: str) -> list[int]:
 
 def _save(run: Any, wire: Wire, name: str, if_exists: Any = "error") -> list[int]:
     """Requests of one save, with what runs behind it, and how many of those before it returned waited."""
-    assert run.seat.background.drain(60)
+    assert run.session.background.drain(60)
     wire.taken()
     ckptfs.save(STATE, f"{URI}/{name}", run=run, if_exists=if_exists)
     waited_for = wire.taken()
-    assert run.seat.background.drain(60)
+    assert run.session.background.drain(60)
     return [len(waited_for) + len(wire.taken()), longest_chain(waited_for)]
 
 
@@ -149,7 +149,7 @@ def test_an_older_save_goes_as_the_page_says(wire: Wire) -> None:
         for n in range(1, 1 + TRIES):
             _save(run, wire, f"step_{n}")
             wire.taken()
-            retirer.after_commit(run.seat)
+            retirer.after_commit(run.session)
             assert retirer.make_room()
             found.append(wire.taken())
         retirer.close()

@@ -21,27 +21,27 @@ __all__ = ["MISTAKES", "make"]
 def _before_the_seal(wrong: Callable[[Any, Any], None]) -> None:
     right = vars(attempt_module)["seal_everywhere"]
 
-    def seal_everywhere(seat: Any, keys: Any, *rest: Any, **more: Any) -> Any:
-        wrong(seat, keys)
-        return right(seat, keys, *rest, **more)
+    def seal_everywhere(session: Any, keys: Any, *rest: Any, **more: Any) -> Any:
+        wrong(session, keys)
+        return right(session, keys, *rest, **more)
 
     vars(attempt_module)["seal_everywhere"] = seal_everywhere
 
 
 def _projects_first() -> None:
-    def wrong(seat: Any, keys: Any) -> None:
-        data = seat.storage.read(f"{keys.projected_data}/.metadata")
-        seat.storage.replace(f"{keys.name}/.metadata", data)
+    def wrong(session: Any, keys: Any) -> None:
+        data = session.storage.read(f"{keys.projected_data}/.metadata")
+        session.storage.replace(f"{keys.name}/.metadata", data)
 
     _before_the_seal(wrong)
 
 
 def _deletes_first() -> None:
-    def wrong(seat: Any, keys: Any) -> None:
-        view = drive(read_view(), seat.storage)
+    def wrong(session: Any, keys: Any) -> None:
+        view = drive(read_view(), session.storage)
         for save in view[1].saves.values() if view else ():
             if save.seal is not None and save.seal.name == keys.name:
-                seat.storage.remove_tree(f"{keys.name}/{save.save_id}")
+                session.storage.remove_tree(f"{keys.name}/{save.save_id}")
 
     _before_the_seal(wrong)
 

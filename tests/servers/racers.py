@@ -23,7 +23,7 @@ from typing import Any
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec, WrittenPart
-from ckptfs.commit.session import Place, Seat, open_seat
+from ckptfs.commit.session import Place, RunSession, open_session
 from ckptfs.control.control import open_control
 from ckptfs.errors import CkptfsError
 from ckptfs.uri import Uri
@@ -67,14 +67,14 @@ def race(job: Job) -> list[list[Outcome]]:
     return [[Outcome(**o) for o in json.loads(line)] for line in done.stdout.splitlines()]
 
 
-def save_once(seat: Seat, name: str, together: Barrier) -> Outcome:
+def save_once(session: RunSession, name: str, together: Barrier) -> Outcome:
     """One writer's save of ``name``; whoever fails early lets the others go on."""
-    attempt = Attempt(seat, SaveSpec(name, None))
+    attempt = Attempt(session, SaveSpec(name, None))
 
     def write() -> WrittenPart:
-        with seat.storage.open_write(f"{attempt.prefix}__0_0.distcp") as writer:
+        with session.storage.open_write(f"{attempt.prefix}__0_0.distcp") as writer:
             writer.write(DATA)
-        domain = seat.placement.mine.id
+        domain = session.placement.mine.id
         return WrittenPart((FileRecord(f"{attempt.save_id}/__0_0.distcp", len(DATA), domain),))
 
     def finish(parts: list[WrittenPart]) -> dict[str, bytes]:
@@ -94,12 +94,12 @@ def _writer(job: Job, together: Barrier, answers: Any) -> None:
     logging.disable(logging.CRITICAL)
     with (
         open_control() as control,
-        open_seat(Uri.parse(job.uri), control, Place(job.options), write=True) as seat,
+        open_session(Uri.parse(job.uri), control, Place(job.options), write=True) as session,
     ):
         for number in range(job.rounds):
             together.wait(WAIT_S)
             try:
-                outcome = save_once(seat, f"step_{number}", together)
+                outcome = save_once(session, f"step_{number}", together)
             except BaseException:  # noqa: BLE001 - told to the test, whatever it is
                 together.abort()
                 outcome = Outcome("", "unexpected", traceback.format_exc())

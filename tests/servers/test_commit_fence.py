@@ -119,12 +119,12 @@ def older_job(rank: Rank) -> Any:
 
 def delete(run: Run, name: str) -> str:
     """What a delete of a committed save by this run comes to."""
-    view = drive(read_view(), run.seat.storage)
+    view = drive(read_view(), run.session.storage)
     assert view is not None
     views = dict([view])
     [seal] = [s.seal for s in views[view[0]].saves.values() if s.seal and s.seal.name == name]
-    program = delete_save(seal, views, run.seat.means(), run.generation, reason="test")
-    done = drive(program, run.seat.storage)
+    program = delete_save(seal, views, run.session.means(), run.generation, reason="test")
+    done = drive(program, run.session.storage)
     return str(done.reason) if isinstance(done, Refused) else "deleted"
 
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import ckptfs
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.session import Place, open_seat
+from ckptfs.commit.session import Place, open_session
 from ckptfs.control.control import SoloControl
 from ckptfs.events import CopyCommitted, Event
 from ckptfs.manager.waiting import Watcher
@@ -124,8 +124,8 @@ def test_waiting_costs_one_get_per_poll(radosgw: Server) -> None:
 
     def commit(step: int) -> None:
         with (
-            open_seat(Uri.parse(uri), SoloControl(), Place(straight), write=True) as seat,
-            claim(seat) as run,
+            open_session(Uri.parse(uri), SoloControl(), Place(straight), write=True) as session,
+            claim(session) as run,
         ):
             ckptfs.save({"w": torch.ones(4)}, f"{uri}/step_{step}", run=run)
 

@@ -317,7 +317,7 @@ def test_a_save_costs_what_the_formula_says(run: Run, hdfs: Server) -> None:
     with FaultProxy(hdfs.endpoint) as proxy:
         through = run.uri.replace(Uri.parse(run.uri).authority, f"127.0.0.1:{proxy.port}")
         with ckptfs.prepare_run(through, storage_options=run.options) as held:
-            background = held.seat.background
+            background = held.session.background
             assert background is not None
             for number in (1, 2, 3):
                 assert background.drain(60)

@@ -71,7 +71,7 @@ def _state(mib: int = 0) -> dict[str, torch.Tensor]:
 
 
 def _quiet(run: Any) -> None:
-    assert run.seat.background.drain(60)
+    assert run.session.background.drain(60)
 
 
 def test_a_save_costs_what_the_page_says(counted: Counted) -> None:

@@ -46,7 +46,7 @@ def keys(server: Server, run: str) -> dict[str, int]:
 
 def quiet(run: Any) -> None:
     """Wait for the chores."""
-    assert run.seat.background.drain(60)
+    assert run.session.background.drain(60)
 
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])

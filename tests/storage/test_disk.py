@@ -283,7 +283,7 @@ def test_fsyncs_are_named_by_what_led_to_them(tmp_path: Path) -> None:
     posix, storage = switched_on(prepared(tmp_path))
     create(storage)
     assert [call.site for call in posix.fsyncs] == [
-        "create>write_whole",
+        "create>write_file",
         "create>_sync_directory>sync_dir",
     ]
     assert [call.is_dir for call in posix.fsyncs] == [False, True]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ckptfs.commit.save.spec import SaveSpec
-from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import Control
 from ckptfs.dcp.saving import save_at
 from ckptfs.storage.local import LocalStorage
@@ -48,9 +48,9 @@ def a_big_run(path: Path, ranks: int, size_bytes: int) -> Path:
     def body(control: Control) -> None:
         made = torch.Generator().manual_seed(control.rank)
         noise = torch.randint(-(2**62), 2**62, (size_bytes // 8,), generator=made)
-        seat = sit_down(control, LocalStorage(Uri.parse(path)), Place(), write=True)
+        session = start_session(control, LocalStorage(Uri.parse(path)), Place(), write=True)
         state = {f"w{control.rank}": noise, "lr": 0.1}
-        save_at(state, seat, Uri.parse(path) / "step_1", SaveSpec("step_1", 1))
+        save_at(state, session, Uri.parse(path) / "step_1", SaveSpec("step_1", 1))
 
     for end in simulate(ranks, body):
         end.get()

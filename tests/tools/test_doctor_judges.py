@@ -28,8 +28,8 @@ from ckptfs.tools.doctor import (
 )
 from ckptfs.tools.doctor.bucket import Rules, judge_rules
 from ckptfs.tools.doctor.mount import (
+    FreeSpace,
     Mount,
-    Room,
     judge_inodes,
     judge_mount,
     judge_names,
@@ -62,19 +62,19 @@ UNTOLD = Refusal(Why.UNSUPPORTED, "NotImplemented")
 @pytest.mark.parametrize(
     ("rooms", "needs", "verdict", "seen"),
     [
-        ([Room(500 * GB, None)] * 2, None, OK, "500 GB free"),
-        ([Room(500 * GB, None)] * 2, 500 * GB, OK, "500 GB free"),
+        ([FreeSpace(500 * GB, None)] * 2, None, OK, "500 GB free"),
+        ([FreeSpace(500 * GB, None)] * 2, 500 * GB, OK, "500 GB free"),
         (
-            [Room(500 * GB, None), Room(5 * GB, None)],
+            [FreeSpace(500 * GB, None), FreeSpace(5 * GB, None)],
             6 * GB,
             FAIL,
             "rank 1 on host-b: 5.00 GB free",
         ),
-        ([Room(GB // 2, None)] * 2, None, WARN, "500 MB free"),
-        ([Room(None, None)] * 2, None, UNKNOWN, "does not tell"),
-        ([Room(None, None)] * 2, 2 * GB, UNKNOWN, "whether 2.00 GB fit"),
+        ([FreeSpace(GB // 2, None)] * 2, None, WARN, "500 MB free"),
+        ([FreeSpace(None, None)] * 2, None, UNKNOWN, "does not tell"),
+        ([FreeSpace(None, None)] * 2, 2 * GB, UNKNOWN, "whether 2.00 GB fit"),
         (
-            [Room(5 * GB, None), Room(0, None, Refusal(Why.NO_SPACE, "no space left"))],
+            [FreeSpace(5 * GB, None), FreeSpace(0, None, Refusal(Why.NO_SPACE, "no space left"))],
             None,
             FAIL,
             "rank 1 on host-b: no space left",
@@ -82,7 +82,7 @@ UNTOLD = Refusal(Why.UNSUPPORTED, "NotImplemented")
     ],
 )
 def test_space_against_needs(
-    rooms: list[Room], needs: int | None, verdict: Verdict, seen: str
+    rooms: list[FreeSpace], needs: int | None, verdict: Verdict, seen: str
 ) -> None:
     """The place with the least room decides, and is named where the others have more."""
     found = judge_space(WORLDS, rooms, needs)
@@ -93,7 +93,7 @@ def test_space_against_needs(
 @pytest.mark.parametrize(("free", "verdict"), [(99, FAIL), (9_999, WARN), (10_000, OK)])
 def test_inodes_run_out_by_themselves(free: int, verdict: Verdict) -> None:
     """Few names left: a warning, then a failure, whatever space there is."""
-    [found] = judge_inodes(WORLDS, [Room(GB, free), Room(GB, 10**6)])
+    [found] = judge_inodes(WORLDS, [FreeSpace(GB, free), FreeSpace(GB, 10**6)])
     assert (found.name, found.verdict) == ("inodes", verdict)
 
 
@@ -408,7 +408,7 @@ def test_the_worst_finding_is_the_verdict() -> None:
     """fail before warn before ok; unknown counts for nothing; --strict takes warnings for failures."""
     [ok] = judge_mount(WORLDS[:1], [DISK])
     [warn] = judge_mount(WORLDS[:1], [replace(DISK, kind="tmpfs")])
-    fail = judge_space(WORLDS, [Room(0, None, NO)] * 2, None)
+    fail = judge_space(WORLDS, [FreeSpace(0, None, NO)] * 2, None)
     unknown = judge_rules(None, "")[0]
 
     def report(*findings: Any) -> Report:

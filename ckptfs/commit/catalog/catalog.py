@@ -33,7 +33,7 @@ from typing import Any
 
 from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.log.advisory_log import with_log
-from ckptfs.commit.log.append import FoundHint, Gap, catch_up, check_whole
+from ckptfs.commit.log.append import FoundHint, Gap, catch_up, check_complete
 from ckptfs.commit.log.entries import Generation, Kind, PartRef, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
@@ -217,29 +217,29 @@ def live_of(name: str, views: Views, where: Uri) -> Seal | None:
     return None
 
 
-def part_of(whole: Seal, part: str | None, where: Uri) -> tuple[Seal, str]:
+def part_of(seal: Seal, part: str | None, where: Uri) -> tuple[Seal, str]:
     """Return the save to search for, and a text that says where it is if it is a part.
 
-    It is a part of ``whole``, or ``whole`` itself if it has no parts.
+    It is a part of ``seal``, or ``seal`` itself if it has no parts.
 
     Raises:
-        StateError: No part is given, and ``whole`` has parts: it cannot be loaded itself.
+        StateError: No part is given, and ``seal`` has parts: it cannot be loaded itself.
         NotFoundError: It has no such part.
     """
-    names = ", ".join(ref.name for ref in whole.parts)
+    names = ", ".join(ref.name for ref in seal.parts)
     if part is None:
-        refuse_parts(whole.parts, whole.name, where)
-        return whole, ""
-    ref = next((ref for ref in whole.parts if ref.name == part), None)
+        refuse_parts(seal.parts, seal.name, where)
+        return seal, ""
+    ref = next((ref for ref in seal.parts if ref.name == part), None)
     if ref is None:
         raise NotFoundError(
-            f"{whole.name} has no part {part}",
+            f"{seal.name} has no part {part}",
             uri=where,
             hint=f"its parts are {names}" if names else "it was saved without parts",
         )
     pairs = zip(ref.domains, ref.hosts, strict=False)
     held = "; ".join(f"domain {domain} on {host}" for domain, host in pairs)
-    return piece(whole, ref), f"part {part} of {whole.name} lies in {held}" if held else ""
+    return piece(seal, ref), f"part {part} of {seal.name} lies in {held}" if held else ""
 
 
 def refuse_parts(parts: Sequence[PartRef], name: str, where: Uri) -> None:
@@ -448,7 +448,7 @@ def gap_of(look: Look) -> Gap | None:
 
 def _gap_in(views: Views) -> Program[Gap | None]:
     for state in views.values():
-        gap = (yield from check_whole(state)).gap
+        gap = (yield from check_complete(state)).gap
         if gap is not None:
             return gap
     return None

@@ -40,7 +40,7 @@ from ckptfs.commit.log.entries import Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.operations import drive, settled, side_by_side
-from ckptfs.commit.session import Place, Seat, View, open_seat, step_with_views
+from ckptfs.commit.session import Place, RunSession, View, open_session, step_with_views
 from ckptfs.commit.state import part_name, piece, split_name
 from ckptfs.control.control import Control
 from ckptfs.control.rank_errors import collective_error, failure_of
@@ -60,7 +60,7 @@ from ckptfs.storage.base import Shape
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 
-__all__ = ["following", "locate", "locate_directory", "reading_seat"]
+__all__ = ["following", "locate", "locate_directory", "reading_session"]
 
 logger = logging.getLogger("ckptfs.commit")
 
@@ -85,7 +85,7 @@ class _Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _LogReport:
     """What one process of a node reports about its log. is_whole: ``view`` has all saves, not only the living ones.
     is_saved_over: another program's checkpoint has replaced the save.
     """
@@ -110,25 +110,27 @@ class _Changed:
 
 
 @contextlib.contextmanager
-def reading_seat(target: Uri, control: Control, place: Place) -> Iterator[tuple[Seat, str]]:
-    """Yield a seat at the run of a checkpoint, and the checkpoint's name. Collective, read-only.
+def reading_session(
+    target: Uri, control: Control, place: Place
+) -> Iterator[tuple[RunSession, str]]:
+    """Yield a session at the run of a checkpoint, and the checkpoint's name. Collective, read-only.
 
     The name is ``step_100``, or ``step_100/actor`` for a part.
     """
     with contextlib.ExitStack() as stack:
-        seat = stack.enter_context(open_seat(target.parent, control, place, write=False))
+        session = stack.enter_context(open_session(target.parent, control, place, write=False))
         name = target.name
-        if not any(domain.id for domain in seat.placement.domains):
+        if not any(domain.id for domain in session.placement.domains):
             step, run = target.parent.name, target.parent.parent
-            is_lead = seat.placement.is_node_lead
+            is_lead = session.placement.is_node_lead
 
             def look() -> bool:
                 return is_lead and bool(step) and _has_part(run, place, step, name)
 
             if control.step("run of a part", look, any):
-                seat = stack.enter_context(open_seat(run, control, place, write=False))
+                session = stack.enter_context(open_session(run, control, place, write=False))
                 name = part_name(step, name)
-        yield seat, name
+        yield session, name
 
 
 def _has_part(run: Uri, place: Place, step: str, part: str) -> bool:
@@ -150,7 +152,7 @@ def _has_part(run: Uri, place: Place, step: str, part: str) -> bool:
     )
 
 
-def locate(seat: Seat, name: str) -> Found:
+def locate(session: RunSession, name: str) -> Found:
     """Find the files of checkpoint ``name`` for this rank. Collective, read-only.
 
     Raises:
@@ -163,33 +165,37 @@ def locate(seat: Seat, name: str) -> Found:
         AmbiguousCheckpointError: Another program saved over it.
         StateError: It is a run.
     """
-    where = seat.storage.uri(name)
+    where = session.storage.uri(name)
     ahead: dict[str, Found | CkptfsError] = {}
 
-    def look(ids: Collection[str] | None) -> _Seen | None:
-        view = drive(read_view(seat.hint), seat.storage) if seat.placement.is_node_lead else None
+    def look(ids: Collection[str] | None) -> _LogReport | None:
+        view = (
+            drive(read_view(session.hint), session.storage)
+            if session.placement.is_node_lead
+            else None
+        )
         if view is None:
             return None
         domain, state = view
-        is_over = _is_saved_over(seat, name, view, ahead)
+        is_replaced = _is_saved_over(session, name, view, ahead)
         if ids is None or not state.saves.settled.size:
-            return _Seen(view, is_whole=True, is_saved_over=is_over)
-        return _Seen((domain, state.to_send(ids)), is_whole=False, is_saved_over=is_over)
+            return _LogReport(view, is_whole=True, is_saved_over=is_replaced)
+        return _LogReport((domain, state.to_send(ids)), is_whole=False, is_saved_over=is_replaced)
 
-    def choose(answers: Sequence[_Seen | None]) -> _Choice:
-        seen = [a for a in answers if a is not None]
-        views = dict(one.view for one in seen)
+    def choose(answers: Sequence[_LogReport | None]) -> _Choice:
+        report = [a for a in answers if a is not None]
+        views = dict(one.view for one in report)
         step, part = split_name(name)
         whole = live_of(step, views, where)
         if whole is None:
             return _Choice(None, views)
-        if any(one.is_saved_over for one in seen):
-            raise unlogged_error((name,), whole, seat.storage.root)
+        if any(one.is_saved_over for one in report):
+            raise unlogged_error((name,), whole, session.storage.root)
         seal, holders = part_of(whole, part, where)
         # Only this save is sent to every rank, because the log may be long.
         return _Choice(seal, {}, holders)
 
-    def choose_first(answers: Sequence[_Seen | None]) -> _Choice | None:
+    def choose_first(answers: Sequence[_LogReport | None]) -> _Choice | None:
         choice = choose(answers)
         is_whole = all(one is None or one.is_whole for one in answers)
         return choice if choice.seal is not None or is_whole else None
@@ -197,9 +203,9 @@ def locate(seat: Seat, name: str) -> Found:
     def look_for(choice: _Choice) -> Found | _Miss | _Changed:
         try:
             if choice.seal is None:
-                return drive(unlogged(name, choice.views, where), seat.storage)
-            sought = find(choice.seal, seat.caps.shape, where, with_metadata=True)
-            return _pop_found(ahead, choice.seal.save_id) or drive(sought, seat.storage)
+                return drive(unlogged(name, choice.views, where), session.storage)
+            sought = find(choice.seal, session.caps.shape, where, with_metadata=True)
+            return _pop_found(ahead, choice.seal.save_id) or drive(sought, session.storage)
         except (NotFoundError, StaleError) as error:
             return _Miss(error.message)
         except (IntegrityError, ManifestError) as error:
@@ -208,15 +214,15 @@ def locate(seat: Seat, name: str) -> Found:
     misses: list[tuple[int, str]] = []
     for _ in range(TRIES):
         chosen = step_with_views(
-            seat.control,
+            session.control,
             "look",
             look,
-            lambda seen: None if seen is None else seen.view,
+            lambda report: None if report is None else report.view,
             choose_first,
         )
         # Whether there ever was a save of this name is looked up among all saves, not only the
         # living ones.
-        choice = chosen or seat.control.step("look", lambda: look(None), choose)
+        choice = chosen or session.control.step("look", lambda: look(None), choose)
         held: list[Found] = []
 
         def here(choice: _Choice = choice, held: list[Found] = held) -> _Miss | _Changed | None:
@@ -226,15 +232,17 @@ def locate(seat: Seat, name: str) -> Found:
             held.append(found)
             return None
 
-        misses = seat.control.step("find", here, lambda told: _misses(told, seat.control.worlds))
+        misses = session.control.step(
+            "find", here, lambda reports: _misses(reports, session.control.worlds)
+        )
         found = held[0] if held else None
         if not misses and found is not None:
             if choice.seal is None and found.manifest is not None:
                 refuse_parts(found.manifest.parts, name, where)
-                _check_copy(seat, found, found.manifest)
+                _check_copy(session, found, found.manifest)
             return found
-        if choice.seal is None and len(misses) == seat.control.size:
-            if seat.control.step("is it a run", lambda: _is_run(seat, name), any):
+        if choice.seal is None and len(misses) == session.control.size:
+            if session.control.step("is it a run", lambda: _is_run(session, name), any):
                 raise run_error(where)
             raise NotFoundError(
                 misses[0][1],
@@ -250,11 +258,11 @@ def locate(seat: Seat, name: str) -> Found:
     )
 
 
-def _is_run(seat: Seat, name: str) -> bool:
-    if not seat.placement.is_node_lead:
+def _is_run(session: RunSession, name: str) -> bool:
+    if not session.placement.is_node_lead:
         return False
     try:
-        return drive(is_run(name), seat.storage)
+        return drive(is_run(name), session.storage)
     except StorageError:
         return False  # it is no checkpoint, whatever else it is
 
@@ -268,7 +276,7 @@ def _pop_found(ahead: dict[str, Found | CkptfsError], save_id: str) -> Found | N
 
 
 def _is_saved_over(
-    seat: Seat, name: str, view: View, ahead: dict[str, Found | CkptfsError]
+    session: RunSession, name: str, view: View, ahead: dict[str, Found | CkptfsError]
 ) -> bool:
     """Whether another program's ``.metadata`` is in the place of this save's. One process of each domain checks
     this: loading our save would ignore the later one.
@@ -276,95 +284,98 @@ def _is_saved_over(
     ahead: a process alone at an object store looks for the files at the same time, since no other rank decides which
     save it is; what it finds goes there, by save_id.
     """
-    if not seat.placement.is_owner:
+    if not session.placement.is_owner:
         return False
     views, (step, part) = dict([view]), split_name(name)
     mine = [seal for seal in list_live(views) if seal.name == step]
     if part is not None:
         mine = [piece(seal, ref) for seal in mine for ref in seal.parts if ref.name == part]
-    shape = seat.caps.shape
-    if len(mine) == 1 and seat.control.size == 1 and shape is Shape.OBJECT:
+    shape = session.caps.shape
+    if len(mine) == 1 and session.control.size == 1 and shape is Shape.OBJECT:
         (seal,) = mine
-        search = find(seal, shape, seat.storage.uri(name), with_metadata=True)
+        search = find(seal, shape, session.storage.uri(name), with_metadata=True)
         both = side_by_side(is_overwritten(seal, views, shape), settled(search))
-        is_over, ahead[seal.save_id] = drive(both, seat.storage)
-        return bool(is_over)
-    return any(drive(is_overwritten(seal, views, shape), seat.storage) for seal in mine)
+        is_replaced, ahead[seal.save_id] = drive(both, session.storage)
+        return bool(is_replaced)
+    return any(drive(is_overwritten(seal, views, shape), session.storage) for seal in mine)
 
 
 def _misses(
-    told: Sequence[_Miss | _Changed | None], worlds: Sequence[World]
+    answers: Sequence[_Miss | _Changed | None], worlds: Sequence[World]
 ) -> list[tuple[int, str]]:
     """Return which ranks found nothing.
 
     If all ranks found the save changed, that error is raised. If only some did, their error names
     them.
     """
-    changed = {rank: one.error for rank, one in enumerate(told) if isinstance(one, _Changed)}
-    if len(changed) == len(told):
+    changed = {rank: one.error for rank, one in enumerate(answers) if isinstance(one, _Changed)}
+    if len(changed) == len(answers):
         raise changed[0]
     if changed:
         failures = {rank: failure_of(error, worlds[rank]) for rank, error in changed.items()}
         raise collective_error("find", failures, worlds)
-    return [(rank, one.message) for rank, one in enumerate(told) if isinstance(one, _Miss)]
+    return [(rank, one.message) for rank, one in enumerate(answers) if isinstance(one, _Miss)]
 
 
-def following(seat: Seat, name: str, load: Callable[[Found], T]) -> T:
+def following(session: RunSession, name: str, load: Callable[[Found], T]) -> T:
     """Return the result of ``load`` for what ``locate`` finds. Collective, read-only.
 
     If a file was missing because the save was projected between the search and the read, this is
     done once more. Errors are those of both.
     """
-    found = locate(seat, name)
+    found = locate(session, name)
     try:
         return load(found)
     except CollectiveError as error:
         missing = (IncompleteCheckpointError, NotFoundError, StaleError)
-        if not (any(error.all_are(kind) for kind in missing) and _has_moved(seat, found)):
+        if not (any(error.all_are(kind) for kind in missing) and _has_moved(session, found)):
             raise
-        logger.info("%s was projected during the read: reading it again", seat.storage.uri(name))
-    return load(locate(seat, name))
+        logger.info("%s was projected during the read: reading it again", session.storage.uri(name))
+    return load(locate(session, name))
 
 
-def _has_moved(seat: Seat, found: Found) -> bool:
+def _has_moved(session: RunSession, found: Found) -> bool:
     """Whether some rank finds the same save elsewhere now. Collective."""
 
     def look() -> bool:
         if found.seal is None:
             return False
-        where = seat.storage.uri(found.seal.name)
+        where = session.storage.uri(found.seal.name)
         try:
-            return drive(find(found.seal, seat.caps.shape, where), seat.storage).home != found.home
+            return (
+                drive(find(found.seal, session.caps.shape, where), session.storage).home
+                != found.home
+            )
         except (NotFoundError, StaleError):
             return False
 
-    return seat.control.step("has it moved", look, any)
+    return session.control.step("has it moved", look, any)
 
 
-def locate_directory(seat: Seat, name: str) -> Found:
+def locate_directory(session: RunSession, name: str) -> Found:
     """Collective, read-only. As ``locate``; also finds a directory of files that another tool wrote, without a
     manifest. IncompleteCheckpointError: on an object store, in a run, it may also be what an interrupted save of
     ours left, because plain names exist there before the commit.
     """
     try:
-        return locate(seat, name)
+        return locate(session, name)
     except NotFoundError as error:
         why = error  # the same on every rank
 
     def look() -> str | None:
         """Return why it cannot be read, "" if it can; None on ranks that do not check."""
-        if not seat.placement.is_node_lead:
+        if not session.placement.is_node_lead:
             return None
-        view = drive(read_view(), seat.storage)
+        view = drive(read_view(), session.storage)
         known = {name, split_name(name)[0]}  # of a part, the step that it is of
         if view is not None and any(view[1].saves.knows_name(one) for one in known):
             return why.message
         try:
-            if not seat.storage.list(name):
+            if not session.storage.list(name):
                 return why.message
         except NotFoundError:
             return why.message
-        if view is not None and seat.caps.shape is Shape.OBJECT:
+        if view is not None and session.caps.shape is Shape.OBJECT:
             return "its files were never committed, or not by ckptfs"
         return ""
 
@@ -373,20 +384,20 @@ def locate_directory(seat: Seat, name: str) -> Found:
         if refused is None:
             return
         kind = NotFoundError if refused == why.message else IncompleteCheckpointError
-        raise kind(refused, uri=seat.storage.uri(name), hint=why.hint)
+        raise kind(refused, uri=session.storage.uri(name), hint=why.hint)
 
-    seat.control.step("look at the directory", look, judge)
-    logger.info("%s has no manifest: its files are read without one", seat.storage.uri(name))
+    session.control.step("look at the directory", look, judge)
+    logger.info("%s has no manifest: its files are read without one", session.storage.uri(name))
     return Found(name, "", None, None)
 
 
-def _check_copy(seat: Seat, found: Found, manifest: Manifest) -> None:
+def _check_copy(session: RunSession, found: Found, manifest: Manifest) -> None:
     """Check that every listed file of a copy without a log exists on some node. Collective."""
 
     def look() -> frozenset[str] | None:
-        if not seat.placement.is_node_lead:
+        if not session.placement.is_node_lead:
             return None
-        return frozenset(drive(missing_files(manifest, found.home), seat.storage))
+        return frozenset(drive(missing_files(manifest, found.home), session.storage))
 
     def judge(answers: Sequence[frozenset[str] | None]) -> None:
         nowhere = frozenset.intersection(*(a for a in answers if a is not None))
@@ -395,10 +406,10 @@ def _check_copy(seat: Seat, found: Found, manifest: Manifest) -> None:
             record = next(file for file in manifest.files if file.path == first)
             raise IncompleteCheckpointError(
                 f"{len(nowhere)} files are missing or have another size; the first is {first}",
-                uri=seat.storage.uri(file_key(record, found.home)),
+                uri=session.storage.uri(file_key(record, found.home)),
                 hint="it shares files with other saves: copy what it lists of _data/ too"
                 if record.is_shared
                 else "the copy was interrupted: copy it again",
             )
 
-    seat.control.step("look at the copy", look, judge)
+    session.control.step("look at the copy", look, judge)

@@ -1,10 +1,10 @@
 """Checkpoints that no log lists: copied here by ``cp -r``, or written by stock torch. Read-only.
 
-    names_beside     directories of a run with a name that no live save of the log has
-    look_beside      one of them: a checkpoint, or what is wrong with it, or None if it is no checkpoint
+    unlogged_names   directories of a run with a name that no live save of the log has
+    look_at_directory  one of them: a checkpoint, or what is wrong with it, or None if it is no checkpoint
     list_unlogged    all that can be loaded, the newest last
     newest           the latest checkpoint: of the log, otherwise of the unlogged ones
-    newest_there     the same, or an error if that one was removed by hand
+    newest_unlogged  the same, or an error if that one was removed by hand
     oldest_first     the order of checkpoints that no log orders
     newer_unlogged   those after the run's newest commit: resuming from the commit would silently ignore them
     check_unlogged   the same as an error that says what to do
@@ -69,15 +69,15 @@ __all__ = [
     "data_paths",
     "is_overwritten",
     "list_unlogged",
-    "look_beside",
+    "look_at_directory",
     "missing_data",
-    "names_beside",
     "newer_unlogged",
     "newest",
-    "newest_there",
+    "newest_unlogged",
     "oldest_first",
     "unlogged_at",
     "unlogged_error",
+    "unlogged_names",
     "views_if_gone",
 ]
 
@@ -141,8 +141,8 @@ def list_unlogged(views: Views, root: Uri, kind: Kind | None = None) -> Program[
     except NotFoundError:
         return []
     found = []
-    for name in names_beside(entries, views):
-        beside = yield from look_beside(name, views, root)
+    for name in unlogged_names(entries, views):
+        beside = yield from look_at_directory(name, views, root)
         if beside is not None:
             found.append(beside)
     # A listing has the checkpoints that can be loaded; load() says what is wrong with the others.
@@ -163,7 +163,9 @@ def newest(views: Views, root: Uri, kind: Kind) -> Program[Checkpoint | None]:
     return loose[-1] if loose else None
 
 
-def newest_there(views: Views, root: Uri, kind: Kind, shape: Shape) -> Program[Checkpoint | None]:
+def newest_unlogged(
+    views: Views, root: Uri, kind: Kind, shape: Shape
+) -> Program[Checkpoint | None]:
     """Return the checkpoint that ``newest`` finds, after checking that it exists.
 
     Raises:
@@ -217,7 +219,7 @@ def _newest_id(views: Views, kind: Kind) -> str | None:
     return None if last is None else last.seal.save_id
 
 
-def names_beside(entries: Iterable[Entry], views: Views) -> list[str]:
+def unlogged_names(entries: Iterable[Entry], views: Views) -> list[str]:
     """Return the directories of a run that may be checkpoints that no log knows.
 
     step_9 comes before step_10.
@@ -226,7 +228,7 @@ def names_beside(entries: Iterable[Entry], views: Views) -> list[str]:
     return sorted((e.name for e in entries if e.is_dir and e.name not in known), key=number_order)
 
 
-def look_beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
+def look_at_directory(name: str, views: Views, root: Uri) -> Program[Beside | None]:
     """Examine a directory with a name that no live save has. None: no checkpoint, or the log's."""
     yield Refresh(name)  # a file that this node found missing earlier may exist now
     try:
@@ -361,7 +363,7 @@ def _look(views: Views, shape: Shape) -> Program[tuple[str, ...]]:
     if mine is None or mine.modified_s is None:
         return ()
     found: tuple[str, ...] = ()
-    for name in names_beside(entries, views):
+    for name in unlogged_names(entries, views):
         if (yield from _came_later(name, views, mine.modified_s)):
             found += (name,)
     if (yield from is_overwritten(newest, views, shape, (mine, shown))):
@@ -482,26 +484,26 @@ def unlogged_at(
         entries: list[Entry] = yield List("")
     except NotFoundError:
         return ()
-    for name in names_beside(entries, views):
+    for name in unlogged_names(entries, views):
         if is_meant(name) and (yield from _came_later(name, views, -math.inf)):
             found += (name,)
     return found
 
 
 def _is_overwritten(
-    keys: AttemptKeys, mine: Stat, shown: Stat | None, views: Views, data: bytes | None
+    keys: AttemptKeys, own: Stat, shown: Stat | None, views: Views, data: bytes | None
 ) -> Program[bool]:
     """Whether another ``.metadata`` is shown in the place of a save's projected one.
 
     Args:
         keys: The keys of the save.
-        mine: The stat of the ``.metadata`` next to the data. The projected one has the same size.
+        own: The stat of the ``.metadata`` next to the data. The projected one has the same size.
         shown: The stat of the one in the projected place, or None.
         views: The folded logs.
         data: The content of the one in the projected place, if it was read with them.
     """
     if shown is None or (
-        shown.size_bytes == mine.size_bytes and (yield from _is_ours(keys, shown, mine))
+        shown.size_bytes == own.size_bytes and (yield from _is_ours(keys, shown, own))
     ):
         return False
     if data is None:
@@ -516,14 +518,14 @@ def _is_overwritten(
     return not (yield from was_to_replace(keys.name, keys.save_id, data))
 
 
-def _is_ours(keys: AttemptKeys, shown: Stat, mine: Stat) -> Program[bool]:
+def _is_ours(keys: AttemptKeys, shown: Stat, own: Stat) -> Program[bool]:
     """Whether a shown ``.metadata`` is ours, as far as this is known without reading it.
 
     It is if the store says that the bytes are the same. It also is if it is large and was written
     before the manifest: a projection writes the manifest after it, and another program would have
     come later.
     """
-    if shown.etag is not None and shown.etag == mine.etag:
+    if shown.etag is not None and shown.etag == own.etag:
         return True
     if shown.size_bytes <= _READ_BYTES:
         return False

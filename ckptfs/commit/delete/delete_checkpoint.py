@@ -26,7 +26,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import MakeDir, Program, drive
 from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.run import Caller
-from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import SoloControl
 from ckptfs.errors import FencedError, StateError, StorageError
 from ckptfs.storage.base import Shape, Storage
@@ -68,8 +68,8 @@ def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover
         StorageError: It is deleted, but its bytes are still there.
         RunBusyError: A living owner holds the run.
     """
-    seat = sit_down(SoloControl(), storage, Place(), write=True)
-    state = drive(catch_up(), seat.storage)
+    session = start_session(SoloControl(), storage, Place(), write=True)
+    state = drive(catch_up(), session.storage)
     if not with_bytes(name, state):
         return False
     with contextlib.ExitStack() as stack:
@@ -77,13 +77,13 @@ def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover
         remove: Remover = remove_unheld
         if needs_claim(name, state):
             run = stack.enter_context(
-                claim(seat, takeover=takeover, caller=Caller("rm", for_call=True))
+                claim(session, takeover=takeover, caller=Caller("rm", for_call=True))
             )
-            seat, holder = run.seat, run.generation
-            state = drive(catch_up(), seat.storage)
+            session, holder = run.session, run.generation
+            state = drive(catch_up(), session.storage)
             remove = remove_save
         for seal in with_bytes(name, state):
-            state = _delete(seal, seat, holder, state, remove)
+            state = _delete(seal, session, holder, state, remove)
     return True
 
 
@@ -118,7 +118,7 @@ def remove_save(
     known = state if means.caps.exclusive_create else None
     if not state.save(seal.save_id).deleted:
         done = yield from retire(
-            seal, means, holder, known, reason="removed", going=(seal.save_id,)
+            seal, means, holder, known, reason="removed", together=(seal.save_id,)
         )
         state = done.state
         if isinstance(done, Refused):
@@ -131,11 +131,11 @@ def remove_save(
 
 
 def _delete(
-    seal: Seal, seat: Seat, holder: Generation, state: LogState, remove: Remover
+    seal: Seal, session: RunSession, holder: Generation, state: LogState, remove: Remover
 ) -> LogState:
-    where, means = seat.storage.uri(seal.name), seat.means()
-    what, state = drive(remove(seal, means, holder, state), seat.storage)
-    seat.touch_log_later()
+    where, means = session.storage.uri(seal.name), session.means()
+    what, state = drive(remove(seal, means, holder, state), session.storage)
+    session.touch_log_later()
     match what:
         case Refusal.FENCED | Erasure.FENCED:
             raise FencedError(

@@ -42,7 +42,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ckptfs.commit.decisions import AT_ENTRY, Refusal, may_delete, may_forget, may_pin, why_kept
+from ckptfs.commit.decisions import (
+    AT_ENTRY,
+    Refusal,
+    may_delete,
+    may_forget,
+    may_pin,
+    reason_to_keep,
+)
 from ckptfs.commit.delete.erase import LEFT, ProjectedFiles, erase, look_at_names, wipe_objects
 from ckptfs.commit.delete.trash import move_to_trash, trash_of
 from ckptfs.commit.log.append import (
@@ -76,8 +83,8 @@ from ckptfs.commit.paths import (
     shared_key,
 )
 from ckptfs.commit.save.projection import discard_source
-from ckptfs.commit.session import Seat, View, step_with_views
-from ckptfs.commit.state import committed, name_taken, pieces, successor_here
+from ckptfs.commit.session import RunSession, View, step_with_views
+from ckptfs.commit.state import committed, pieces, save_named, successor_here
 from ckptfs.errors import (
     AlreadyExistsError,
     NotFoundError,
@@ -150,10 +157,10 @@ def enter_delete(
     or may be the newest again.
     """
 
-    def decide(seen: LogState) -> Delete | Refused[Refusal]:
-        if not still(seen):
-            return Refused(Refusal.NOTHING, seen)
-        return may_delete(seen, save_id, holder, reason)
+    def decide(current: LogState) -> Delete | Refused[Refusal]:
+        if not still(current):
+            return Refused(Refusal.NOTHING, current)
+        return may_delete(current, save_id, holder, reason)
 
     return (yield from append_here(decide, means, state))
 
@@ -181,7 +188,9 @@ def finish_delete(
 def _enter_gone(
     save_id: str, means: Means, holder: Generation, state: LogState
 ) -> Program[Appended | Refused[Refusal]]:
-    return (yield from append_here(lambda seen: may_forget(seen, save_id, holder), means, state))
+    return (
+        yield from append_here(lambda current: may_forget(current, save_id, holder), means, state)
+    )
 
 
 def discard_attempt(
@@ -290,21 +299,21 @@ def retire(
     state: LogState | None,
     *,
     reason: str,
-    going: Collection[str],
+    together: Collection[str],
 ) -> Program[Appended | Refused[Refusal]]:
     """Append the delete of a save that nothing keeps. Its bytes stay.
 
-    going: The save_ids that are deleted together. Empty: another domain deleted the save already,
+    together: The save_ids that are deleted together. Empty: another domain deleted the save already,
     and nothing keeps it here.
 
     Returns Refused if a newer owner has the run (FENCED), or if the save is deleted already or may
     not be deleted any more (NOTHING).
     """
 
-    def still(seen: LogState) -> bool:
+    def still(current: LogState) -> bool:
         # What was decided by older folds of all domains may not be true for this log any more.
-        here = {means.domain: seen}
-        return not going or why_kept(seal.save_id, here, AT_ENTRY, going) is None
+        here = {means.domain: current}
+        return not together or reason_to_keep(seal.save_id, here, AT_ENTRY, together) is None
 
     done = yield from enter_delete(seal.save_id, means, holder, state, reason=reason, still=still)
     if isinstance(done, Refused):
@@ -380,7 +389,7 @@ def pin(
     """Append the pin in this domain, or return why not. holder: as for ``may_pin``."""
     return (
         yield from append(
-            lambda seen: may_pin(seen, save_id, holder, pinned=pinned),
+            lambda current: may_pin(current, save_id, holder, pinned=pinned),
             write_id=next(means.ids),
             stamp=means.stamp,
             state=state,
@@ -402,13 +411,13 @@ class Removal:
 # -- in one domain --------------------------------------------------------------------------------
 
 
-def lies_nowhere(whole: Seal, domain: str, shape: Shape) -> Program[bool]:
+def lies_nowhere(seal: Seal, domain: str, shape: Shape) -> Program[bool]:
     """Whether nothing of a committed save is left in this domain: it was removed by hand.
 
     Reads only. In cases of doubt something is left: a link in the place of its directory, files
     under the plain names of a directory checkpoint, data that it shares with other saves.
     """
-    for piece in pieces(whole, domain):
+    for piece in pieces(seal, domain):
         # In the direction of movement, and each directory is opened again: its absence may be cached.
         for home in AttemptKeys(shape, piece.name, piece.save_id).homes():
             parent = home.rpartition("/")[0]
@@ -417,10 +426,10 @@ def lies_nowhere(whole: Seal, domain: str, shape: Shape) -> Program[bool]:
             if (yield from _exists(f"{home}/{MANIFEST}")):
                 return False
     here = {entry.name: entry for entry in (yield from _entries(""))}
-    step = here.get(whole.name)
+    step = here.get(seal.name)
     if step is not None and (step.is_link or not step.is_dir):
         return False
-    for piece in pieces(whole, domain):
+    for piece in pieces(seal, domain):
         keys = AttemptKeys(shape, piece.name, piece.save_id)
         if shape is Shape.FILESYSTEM and (yield from _entries(keys.attempt)):
             return False
@@ -474,7 +483,7 @@ def record_removal(
 # -- over all domains -----------------------------------------------------------------------------
 
 
-def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
+def find_removed(session: RunSession, name: str, artifact: Kind) -> tuple[Removal, ...]:
     """Find the committed saves of a name that have nothing left. Collective, read-only.
 
     All their domains must be reached, and none may have anything of them. Returns nothing while
@@ -482,10 +491,10 @@ def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
     """
 
     def look(ids: Collection[str]) -> tuple[View, frozenset[str]] | None:
-        if not seat.placement.is_owner:
+        if not session.placement.is_owner:
             return None
-        here = seat.placement.mine.id
-        state = drive(catch_up_again(seat.fold_from), seat.storage)
+        here = session.placement.mine.id
+        state = drive(catch_up_again(session.fold_from), session.storage)
         seals = [
             save.seal
             for save in state.saves.living.values()
@@ -495,7 +504,7 @@ def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
             gone = [
                 seal.save_id
                 for seal in seals
-                if drive(lies_nowhere(seal, here, seat.caps.shape), seat.storage)
+                if drive(lies_nowhere(seal, here, session.caps.shape), session.storage)
             ]
         except StorageError as error:
             logger.debug("whether %s lies here is not known: %s", name, error)
@@ -515,7 +524,7 @@ def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
             if all(seal.save_id in gone.get(domain, ()) for domain in seal.everywhere)
         )
         ids = {one.seal.save_id for one in removed}
-        taken = name_taken(name, views)
+        taken = save_named(name, views)
         keeps = {seal.save_id for seal in mine} - ids
         if artifact is not Kind.DIRECTORY:
             # Older saves of the name may keep their data: the data of the next one has its own
@@ -524,7 +533,7 @@ def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
         return () if taken is None or taken.save_id not in ids or keeps else removed
 
     return step_with_views(
-        seat.control,
+        session.control,
         "removed by hand?",
         look,
         lambda told: None if told is None else told[0],
@@ -532,7 +541,7 @@ def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
     )
 
 
-def record_removed(seat: Seat, name: str, artifact: Kind, holder: Generation) -> bool:
+def record_removed(session: RunSession, name: str, artifact: Kind, holder: Generation) -> bool:
     """Record in every log what ``find_removed`` finds, and warn of it. Collective, by the holder.
 
     After a crash, each removal is recorded in all logs, in some (the next owner records it in the
@@ -541,34 +550,36 @@ def record_removed(seat: Seat, name: str, artifact: Kind, holder: Generation) ->
     Returns:
         Whether the name is free.
     """
-    removed = find_removed(seat, name, artifact)
-    done = seat.control.step("record removals", lambda: _record_here(seat, removed, holder), all)
+    removed = find_removed(session, name, artifact)
+    done = session.control.step(
+        "record removals", lambda: _record_here(session, removed, holder), all
+    )
     if not (removed and done):
         return False
-    if seat.control.rank == 0:
+    if session.control.rank == 0:
         for one in removed:
             pinned = ", which is pinned" if one.pinned else ""
             logger.warning(
                 "%s was removed by hand (save %s%s): the log records it as deleted, and the name is "
                 "saved again",
-                seat.storage.uri(one.seal.name),
+                session.storage.uri(one.seal.name),
                 one.seal.save_id,
                 pinned,
             )
     return True
 
 
-def _record_here(seat: Seat, removed: Sequence[Removal], holder: Generation) -> bool:
-    if not seat.placement.is_owner:
+def _record_here(session: RunSession, removed: Sequence[Removal], holder: Generation) -> bool:
+    if not session.placement.is_owner:
         return True
-    means = seat.means()
+    means = session.means()
     for one in removed:
         if means.domain not in one.seal.everywhere:
             continue
-        state = drive(catch_up_again(seat.fold_from), seat.storage)
-        done = drive(record_removal(one.seal, means, holder, state), seat.storage)
+        state = drive(catch_up_again(session.fold_from), session.storage)
+        done = drive(record_removal(one.seal, means, holder, state), session.storage)
         if isinstance(done, Refused):
             return False
-        seat.known.learn(done)
-        seat.touch_log_later()
+        session.known.learn(done)
+        session.touch_log_later()
     return True

@@ -68,7 +68,7 @@ LEFT = "the bytes of %s were not removed: they are not where they were written: 
 
 
 def erase(
-    whole: Seal,
+    save: Seal,
     views: Mapping[str, LogState],
     domain: str,
     trash: str,
@@ -82,7 +82,7 @@ def erase(
     is in the place of its directory.
 
     Args:
-        whole: The save.
+        save: The save.
         views: The folded logs.
         domain: This domain.
         trash: The caller's own directory, made before the delete was entered and never again.
@@ -90,7 +90,7 @@ def erase(
         found: On an object store, what was just read under the names of the save and of its parts,
             by save_id. What is not in it is read.
     """
-    mine = pieces(whole, domain)
+    mine = pieces(save, domain)
     if caps.shape is Shape.FILESYSTEM:
         # Its projection sources first: otherwise a process that stalls over them projects a deleted save.
         for seal in mine:
@@ -98,8 +98,8 @@ def erase(
             yield from move_to_trash(keys.attempt, f"{trash}/{seal.save_id}.attempt")
         # Also if there was none: its projection moved the name away, and a power cut may bring it
         # back.
-        yield from _sync_if_there(ATTEMPTS)
-    successor = successor_here(views[domain], whole)
+        yield from _sync_if_present(ATTEMPTS)
+    successor = successor_here(views[domain], save)
     if successor is not None:
         if standing(successor.save_id, views) is not Standing.COMMITTED:
             return False
@@ -107,11 +107,11 @@ def erase(
         try:
             yield from project(successor, views, domain, caps)
         except SymlinkError as error:
-            logger.warning(LEFT, whole.name, error)
+            logger.warning(LEFT, save.name, error)
             return False
     names = set() if successor is None else {seal.name for seal in pieces(successor, domain)}
-    if caps.shape is Shape.FILESYSTEM and (yield from is_link(whole.name)):
-        logger.warning(LEFT, whole.name, "a link, or no directory")
+    if caps.shape is Shape.FILESYSTEM and (yield from is_link(save.name)):
+        logger.warning(LEFT, save.name, "a link, or no directory")
         return False
     whole_gone = True
     for seal in mine:
@@ -127,9 +127,9 @@ def erase(
         whole_gone = whole_gone and done
     if not whole_gone:
         return False
-    if successor is not None and successor.parts and not whole.parts:
+    if successor is not None and successor.parts and not save.parts:
         # Each part of the successor has a `.metadata` of its own: no other save uses this one.
-        yield from _drop_metadata(whole, trash, caps)
+        yield from _drop_metadata(save, trash, caps)
     return True
 
 
@@ -302,7 +302,7 @@ def _erase_files(keys: AttemptKeys, seal: Seal, trash: str, *, alone: bool) -> P
         yield from _unproject(keys, seal, trash)
     yield from move_to_trash(keys.projected_data, f"{trash}/{seal.save_id}.data")
     # After the "gone" entry no process looks here again: no power cut may bring the names back.
-    yield from _sync_if_there(keys.name)
+    yield from _sync_if_present(keys.name)
     try:
         yield StatOf(trash)
     except NotFoundError:
@@ -314,7 +314,7 @@ def _erase_files(keys: AttemptKeys, seal: Seal, trash: str, *, alone: bool) -> P
             yield RemoveDir(keys.name)
         except AlreadyExistsError:
             return True  # the files of another program, which has to remove them
-        yield from _sync_if_there(keys.name.rpartition("/")[0])
+        yield from _sync_if_present(keys.name.rpartition("/")[0])
     return True
 
 
@@ -331,7 +331,7 @@ def _unproject(keys: AttemptKeys, seal: Seal, trash: str) -> Program[None]:
     for piece in (METADATA, MANIFEST):
         yield from take_projected(f"{keys.name}/{piece}", keys.save_id, trash)
     # Otherwise, after a power cut, `.metadata` could exist without its data.
-    yield from _sync_if_there(keys.name)
+    yield from _sync_if_present(keys.name)
     if seal.artifact is Kind.DIRECTORY:
         for top in (yield from _plain_names(keys)):
             yield from move_to_trash(f"{keys.name}/{top}", f"{trash}/{seal.save_id}.{top}")
@@ -349,7 +349,7 @@ def _plain_files(keys: AttemptKeys) -> Program[list[str]]:
     return [path for path in paths if path.split("/", 1)[0] != keys.save_id]
 
 
-def _sync_if_there(key: str) -> Program[None]:
+def _sync_if_present(key: str) -> Program[None]:
     try:
         yield Sync(key)
     except NotFoundError:

@@ -27,7 +27,7 @@ from ckptfs.errors import AlreadyExistsError, ManifestError, NotFoundError
 from ckptfs.storage.base import Shape
 from ckptfs.uri import Uri
 
-__all__ = ["file_key", "is_there", "link_file", "needed", "not_needed", "stock_path"]
+__all__ = ["file_exists", "file_key", "link_file", "needed", "not_needed", "stock_path"]
 
 logger = logging.getLogger("ckptfs.commit")
 
@@ -74,7 +74,7 @@ def link_file(homes: Sequence[str], path: str, target: str) -> Program[bool]:
     return False
 
 
-def is_there(record: FileRecord) -> Program[bool]:
+def file_exists(record: FileRecord) -> Program[bool]:
     """Whether a shared file is where it is listed, with its size."""
     try:
         return bool((yield StatOf(shared_key(record.path))).size_bytes == record.size_bytes)

@@ -229,7 +229,7 @@ def _remove_if_it_can(key: str) -> Program[None]:
         logger.warning("%s was not removed; the next owner of the run tries again: %s", key, error)
 
 
-def _take_away(older: str, mine: str, state: LogState) -> Program[None]:
+def _take_away(older: str, target: str, state: LogState) -> Program[None]:
     """Empty and remove the trash of an older generation.
 
     A stalled deleter's rename fails only after that.
@@ -256,7 +256,7 @@ def _take_away(older: str, mine: str, state: LogState) -> Program[None]:
             return
     # A file in it is open on this node (NFS keeps those): take the name away instead.
     try:
-        yield Rename(older, f"{mine}/{older.rsplit('/', 1)[1]}")
+        yield Rename(older, f"{target}/{older.rsplit('/', 1)[1]}")
     except NotFoundError:
         return
 

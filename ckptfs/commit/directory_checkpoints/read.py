@@ -33,12 +33,12 @@ from functools import partial
 
 from ckptfs.commit.catalog.catalog import Found
 from ckptfs.commit.delete.shared_data import file_key
-from ckptfs.commit.digests import BlockCheck, Check, WholeCheck, decode_digests
+from ckptfs.commit.digests import BlockCheck, Check, FileDigestCheck, decode_digests
 from ckptfs.commit.directory_checkpoints.write import BATCHED_BYTES
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import read_limited
 from ckptfs.commit.ownership.lease import start_ticks, who_am_i
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.control.control import Control
 from ckptfs.errors import (
     AlreadyExistsError,
@@ -387,7 +387,7 @@ class _Begun:
 
 @contextlib.contextmanager
 def fetched(
-    seat: Seat,
+    session: RunSession,
     found: Found,
     *,
     into: str | None = None,
@@ -398,7 +398,7 @@ def fetched(
     """Yield a path with the files of ``found``. Collective to enter, local to leave, read-only.
 
     Args:
-        seat: The session at the run.
+        session: The session at the run.
         found: The checkpoint.
         into: A directory that does not exist yet, or is empty; one process per node fills it.
         scratch: The directory to download to otherwise; None is the temporary directory.
@@ -414,7 +414,7 @@ def fetched(
         CollectiveError: A rank got an IntegrityError or an error of the storage; then nothing is
             left behind.
     """
-    storage, control = seat.storage, seat.control
+    storage, control = session.storage, session.control
     mounted = None if into is not None else storage.local_path(found.home)
     if mounted is not None:
         yield mounted
@@ -426,7 +426,7 @@ def fetched(
     def begin() -> _Begun | None:
         if not place.is_lead:
             return None
-        items = items_of(storage, found, _domain_of(seat))
+        items = items_of(storage, found, _domain_of(session))
         wanted = [i for i in items if only is None or only(i.path, place.mates)]
         return _Begun(place.node, place.make(), tuple(wanted))
 
@@ -448,8 +448,8 @@ def fetched(
         place.leave()
 
 
-def _domain_of(seat: Seat) -> str | None:
-    return seat.placement.mine.id or None
+def _domain_of(session: RunSession) -> str | None:
+    return session.placement.mine.id or None
 
 
 # -- into a directory of the caller's ---------------------------------------------------------------
@@ -552,7 +552,7 @@ def _check_of(storage: Storage, item: Item) -> Check:
         raw = read_limited(storage, item.digests)
         return BlockCheck(decode_digests(raw, storage.uri(item.digests)), damaged)
     digest = item.record.digest
-    return Check() if digest is None else WholeCheck(digest, damaged)
+    return Check() if digest is None else FileDigestCheck(digest, damaged)
 
 
 def _damaged_at(storage: Storage, item: Item) -> Callable[[str], IntegrityError]:

@@ -44,9 +44,9 @@ from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import drive
 from ckptfs.commit.paths import CONTROL, MANIFEST, AttemptKeys
 from ckptfs.commit.save.attempt import Attempt
-from ckptfs.commit.save.plain_names import Mine, put_plain, still_free
+from ckptfs.commit.save.plain_names import NameClaim, put_plain, still_free
 from ckptfs.commit.save.spec import Committed, SaveSpec, WrittenPart
-from ckptfs.commit.session import Known, Seat
+from ckptfs.commit.session import Known, RunSession
 from ckptfs.control.control import Control
 from ckptfs.errors import (
     CkptfsError,
@@ -97,7 +97,7 @@ class Target(Protocol):
     """The destination of files: an ``Attempt``, after its begin()."""
 
     @property
-    def seat(self) -> Seat:
+    def session(self) -> RunSession:
         """The session; its capabilities decide how files are written."""
 
     @property
@@ -122,7 +122,7 @@ class PlainNames:
 
     def __init__(self, attempt: Target) -> None:
         self._attempt = attempt
-        self._mine = Mine(attempt.keys, attempt.base, attempt.seat.caps)
+        self._mine = NameClaim(attempt.keys, attempt.base, attempt.session.caps)
         self._seen = Known()
 
     def check(self) -> None:
@@ -382,9 +382,9 @@ def _largest_first(
 class Publication:
     """One rank's part of a directory's commit: ``write`` and ``finish`` for ``Attempt.commit``."""
 
-    def __init__(self, attempt: Attempt, seat: Seat, path: str, share: Share) -> None:
-        is_local = seat.caps.shape is Shape.FILESYSTEM
-        domain = seat.placement.mine.id if is_local else None
+    def __init__(self, attempt: Attempt, session: RunSession, path: str, share: Share) -> None:
+        is_local = session.caps.shape is Shape.FILESYSTEM
+        domain = session.placement.mine.id if is_local else None
         self._sender = Sender(attempt, path, domain)
         self._path = path
         self._share = share
@@ -485,7 +485,7 @@ def collected_files(attempt: Attempt) -> Iterator[Collector]:
 
 
 @contextlib.contextmanager
-def writing_directory(seat: Seat, spec: SaveSpec, done: list[Committed]) -> Iterator[str]:
+def writing_directory(session: RunSession, spec: SaveSpec, done: list[Committed]) -> Iterator[str]:
     """Yield a path to write into, and commit when all ranks have left.
 
     Collective to enter and to leave. An exception inside, on any rank, commits nothing and is
@@ -493,12 +493,12 @@ def writing_directory(seat: Seat, spec: SaveSpec, done: list[Committed]) -> Iter
 
     done: Receives the commit.
     """
-    attempt = Attempt(seat, spec)
+    attempt = Attempt(session, spec)
     try:
         attempt.begin()
         with contextlib.ExitStack() as stack:
             # A failure to make the directory is covered too: the other ranks wait where they leave.
-            with leaving_together(seat.control):
+            with leaving_together(session.control):
                 collector = stack.enter_context(collected_files(attempt))
                 yield collector.path
             # No rank lists and digests before all ranks have stopped writing.
@@ -550,24 +550,24 @@ class _Mounted:
         this node wrote. So the listings of all nodes count, and a file goes to a rank that can see
         it.
         """
-        seat = self._attempt.seat
+        session = self._attempt.session
 
         def tell() -> tuple[str, ...] | None:
-            if not seat.placement.is_node_lead:
+            if not session.placement.is_node_lead:
                 return None
             self._here = tuple(files_below(self.path, self._skip))
             return self._here
 
-        def decide(told: list[tuple[str, ...] | None]) -> dict[int, list[str]]:
-            return _shares(seat, told)
+        def decide(listed: list[tuple[str, ...] | None]) -> dict[int, list[str]]:
+            return _shares(session, listed)
 
-        shares = seat.control.step("files", tell, decide)
-        self._mine = frozenset(shares.get(seat.control.rank, ()))
+        shares = session.control.step("files", tell, decide)
+        self._mine = frozenset(shares.get(session.control.rank, ()))
 
     def write(self) -> WrittenPart:
         """Sync all files that this node may hold dirty, and digest this rank's share of them."""
         started = time.perf_counter()
-        seat = self._attempt.seat
+        session = self._attempt.session
         records, size = [], 0
         for name in sorted(self._mine.union(self._here)):
             mine = name in self._mine
@@ -576,8 +576,10 @@ class _Mounted:
                 if mine:
                     digest, length = _digest(file)
                     size += length
-                    records.append(FileRecord(name, length, seat.placement.mine.id, None, digest))
-        if seat.placement.is_owner:
+                    records.append(
+                        FileRecord(name, length, session.placement.mine.id, None, digest)
+                    )
+        if session.placement.is_owner:
             self._sync_folders()
         counters = Counters(
             size_bytes=size,
@@ -599,14 +601,14 @@ class _Mounted:
         return _checked(parts)
 
 
-def _shares(seat: Seat, told: list[tuple[str, ...] | None]) -> dict[int, list[str]]:
+def _shares(session: RunSession, listed: list[tuple[str, ...] | None]) -> dict[int, list[str]]:
     """Assign each file of a domain to one of its ranks, on a node that lists it. Pure."""
-    nodes = [world.node for world in seat.control.worlds]
+    nodes = [world.node for world in session.control.worlds]
     shares: dict[int, list[str]] = {}
-    for domain in seat.placement.domains:
+    for domain in session.placement.domains:
         seen: dict[str, set[str]] = {}
         for rank in domain.ranks:
-            for name in told[rank] or ():
+            for name in listed[rank] or ():
                 seen.setdefault(name, set()).add(nodes[rank])
         for at, name in enumerate(sorted(seen)):
             able = [rank for rank in domain.ranks if nodes[rank] in seen[name]]

@@ -93,7 +93,7 @@ __all__ = [
     "append_here",
     "catch_up",
     "catch_up_again",
-    "check_whole",
+    "check_complete",
     "gap_in",
     "make_log",
     "read_hint",
@@ -230,7 +230,7 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdecimal() and len(name) < _DIGITS
 
 
-def check_whole(state: LogState) -> Program[CheckedLog]:
+def check_complete(state: LogState) -> Program[CheckedLog]:
     """Check by a listing that there are no entries after the end of ``state``.
 
     ``state`` is the fold of all that was read. Reads only. Call this before acting on a log: no
@@ -542,9 +542,9 @@ def write_snapshot(state: LogState, *, write_id: str, stamp: Stamp = Stamp()) ->
     if state.foreign or state.next - state.snapshot_at < SNAPSHOT_EVERY:
         return state
 
-    def decide(seen: LogState) -> Body | Refused[None]:
+    def decide(current: LogState) -> Body | Refused[None]:
         # Recomputed after every "exists": a snapshot equals the fold of all entries below it.
-        return Refused(None, seen) if seen.foreign else snapshot_of(seen)
+        return Refused(None, current) if current.foreign else snapshot_of(current)
 
     try:
         outcome = yield from append(decide, write_id=write_id, stamp=stamp, state=state)

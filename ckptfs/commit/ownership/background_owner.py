@@ -110,7 +110,7 @@ class Background:
             try:
                 chore()
             except AccessError as error:
-                self._rest(what, error)
+                self._pause(what, error)
             except (CkptfsError, OSError) as error:
                 logger.warning("%s failed; it is tried again later: %s", what, error)
             except Exception:
@@ -121,7 +121,7 @@ class Background:
             # An idle thread keeps nothing alive, in particular not the run that a chore was for.
             del task, what, chore
 
-    def _rest(self, what: str, error: AccessError) -> None:
+    def _pause(self, what: str, error: AccessError) -> None:
         """Pause after credentials or a lock forbade a chore.
 
         This is reported once. Each pause is longer than the one before.

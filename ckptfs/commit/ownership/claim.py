@@ -50,7 +50,7 @@ from ckptfs.commit.ownership.run import (
 from ckptfs.commit.paths import LOG, log_key
 from ckptfs.commit.save.owner_steps import survey
 from ckptfs.commit.save.spec import fresh_ids
-from ckptfs.commit.session import Seat, View, step_with_views
+from ckptfs.commit.session import RunSession, View, step_with_views
 from ckptfs.commit.state import catalog
 from ckptfs.control.messages import apart
 from ckptfs.errors import (
@@ -129,7 +129,7 @@ class _Round:
 
 
 def claim(
-    seat: Seat,
+    session: RunSession,
     mode: Mode = Mode.RESUME,
     takeover: Takeover = Takeover.AUTO,
     times: LeaseTimes = LeaseTimes(),
@@ -144,12 +144,12 @@ def claim(
     wait for it. After a crash during the claim, the next claim does the same again.
 
     Args:
-        seat: The session at the run.
+        session: The session at the run.
         mode: What to do about existing checkpoints.
         takeover: From which owners the run may be taken over.
         times: The times of the lease.
         defer_deletes: Leave the bytes of deleted saves to a ``Retirer``, which gives readers their
-            time. Their ids are in ``seat.spared``.
+            time. Their ids are in ``session.spared``.
         keep: save_ids that this process is about to seal itself. All other saves that began before
             the fence are aborted.
         caller: The call that claims, for messages that name this process as the owner. The claim
@@ -166,7 +166,7 @@ def claim(
         CollectiveError: It is also a FencedError if a newer owner took the run while this one
             recovered it.
     """
-    claimant = _Claimant(seat, mode, takeover, times, defer_deletes=defer_deletes, keep=keep)
+    claimant = _Claimant(session, mode, takeover, times, defer_deletes=defer_deletes, keep=keep)
     claimant.caller = caller or Caller()
     return claimant.claim()
 
@@ -174,7 +174,7 @@ def claim(
 class _Claimant:
     def __init__(
         self,
-        seat: Seat,
+        session: RunSession,
         mode: Mode,
         takeover: Takeover,
         times: LeaseTimes,
@@ -183,12 +183,12 @@ class _Claimant:
         keep: Collection[str],
     ) -> None:
         self._keep = frozenset(keep)
-        self._seat, self._mode, self._takeover, self._times = seat, mode, takeover, times
-        self._spared = seat.spared if defer_deletes else None
-        self._owner = seat.placement.is_owner
-        self._domain = seat.placement.mine.id
+        self._session, self._mode, self._takeover, self._times = session, mode, takeover, times
+        self._spared = session.spared if defer_deletes else None
+        self._owner = session.placement.is_owner
+        self._domain = session.placement.mine.id
         self._ids = fresh_ids()
-        self._stamp = seat.stamp()
+        self._stamp = session.stamp()
         self._judged = GENESIS  # the newest fence of this domain when its owner was judged
         self._surveyed = False
         self._fenced: Appended | None = None
@@ -196,7 +196,7 @@ class _Claimant:
         self.caller = Caller()
 
     def claim(self) -> Run:
-        control = self._seat.control
+        control = self._session.control
         self._until = time.monotonic() + self.caller.wait_s
         # If many calls wait for their turn, each may lose it to all others.
         for tries in itertools.count():
@@ -230,40 +230,40 @@ class _Claimant:
 
     def _until_free(self) -> int:
         """Return the number of the current fence, once its owner left or is gone. Collective."""
-        control, look_s = self._seat.control, LOOK_S
-        watch = Watch(self._seat.storage, self._times)
+        control, look_s = self._session.control, LOOK_S
+        watch = Watch(self._session.storage, self._times)
         watched: Fence | None = None
         while True:
             found = step_with_views(control, "survey", self._survey, _view_of, self._judge)
             if found.fence is None:
                 return found.number
             if found.fence != watched:
-                watched, watch = found.fence, Watch(self._seat.storage, self._times)
+                watched, watch = found.fence, Watch(self._session.storage, self._times)
             if not self._watch(found, watch, look_s):
                 return found.number
             look_s = min(2 * look_s, LONGEST_LOOK_S)
 
     def _survey(self, ids: Collection[str]) -> View | _Refusal | None:
         again = self._judged != GENESIS
-        wait_until_left(self._seat.storage.root, LEFT_S, patient=not self._surveyed)
+        wait_until_left(self._session.storage.root, LEFT_S, patient=not self._surveyed)
         self._surveyed = True
         if not self._owner:
             return None
         try:
-            drive(control_is_plain(self._seat.caps.shape), self._seat.storage)
+            drive(control_is_plain(self._session.caps.shape), self._session.storage)
             look = catch_up_again(self._known) if again else survey()
-            state = drive(look, self._seat.storage)
+            state = drive(look, self._session.storage)
         except (SymlinkError, ManifestError) as error:
             # A value, so that it is raised as its type: a person has to look, and nothing is fenced.
-            error.uri = error.uri or str(self._seat.storage.root)
+            error.uri = error.uri or str(self._session.storage.root)
             return error
-        self._seat.known.learn(state)
+        self._session.known.learn(state)
         self._judged = state.generation
         return self._domain, state.to_send(ids)
 
     @property
     def _known(self) -> LogState | None:
-        return self._seat.fold_from
+        return self._session.fold_from
 
     def _judge(self, answers: Sequence[View | _Refusal | None]) -> _Survey:
         for answer in answers:
@@ -275,12 +275,12 @@ class _Claimant:
         if self._mode is Mode.FAIL and last is not None:
             raise CommitConflictError(
                 f"the run has {len(lives)} checkpoints; the last is {last.name}",
-                uri=self._seat.storage.root,
+                uri=self._session.storage.root,
                 hint='pass mode="resume" to continue with them, or mode="overwrite" to replace '
                 "them",
             )
         number = max(view.generation.number for view in views.values())
-        me = who_am_i(self._seat.control.world)
+        me = who_am_i(self._session.control.world)
         claims = unreleased(views)
         if self._takeover is not Takeover.DEAD and me.job is not None:
             claims = tuple(fence for fence in claims if fence.job != me.job)
@@ -320,18 +320,18 @@ class _Claimant:
                     raise self._busy(found.fence, found.last, waited=of_calls)
             return any(look.pulse is not Pulse.STILL for look in looks)
 
-        return self._seat.control.step("watch", local, decide)
+        return self._session.control.step("watch", local, decide)
 
     def _own(self, fence: Fence) -> Ownership | None:
         """Return this process's own claim with that fence, or None if it has none."""
-        me = who_am_i(self._seat.control.world)
+        me = who_am_i(self._session.control.world)
         return (
             ownership_of(fence.generation) if (fence.node, fence.job) == (me.node, me.job) else None
         )
 
     def _busy(self, fence: Fence, last: Seal | None, *, waited: bool) -> RunBusyError:
         told = "nothing committed yet" if last is None else f"last commit {last.name}"
-        root, own = self._seat.storage.root, self._own(fence)
+        root, own = self._session.storage.root, self._own(fence)
         if own is not None:
             return RunBusyError(
                 f"the run is held by this process (pid {fence.pid}) since {own.since}, "
@@ -364,11 +364,11 @@ class _Claimant:
         if tries >= TRIES and time.monotonic() >= self._until:
             raise RunBusyError(
                 f"{tries} other jobs took the run one after the other",
-                uri=self._seat.storage.root,
+                uri=self._session.storage.root,
                 hint="several jobs start on one run at once: give each job its own run, or wait",
             )
         mode = FenceMode.OVERWRITE if self._mode is Mode.OVERWRITE else FenceMode.RESUME
-        me = who_am_i(self._seat.control.world)
+        me = who_am_i(self._session.control.world)
         generation = Generation(number + 1, secrets.token_hex(4))
         return Fence(generation, mode, me.host, me.pid, me.job, me.node, me.started)
 
@@ -379,18 +379,18 @@ class _Claimant:
         judged, self._fenced = self._judged, None
         outcome = drive(
             append(
-                lambda seen: may_claim(seen, fence, judged),
+                lambda current: may_claim(current, fence, judged),
                 write_id=next(self._ids),
                 stamp=self._stamp,
                 state=self._known,
             ),
-            self._seat.storage,
+            self._session.storage,
         )
-        self._seat.known.learn(outcome.state)
+        self._session.known.learn(outcome.state)
         if isinstance(outcome, Refused):
             return outcome.state.generation.number
         self._fenced = outcome
-        self._seat.touch_log_later()
+        self._session.touch_log_later()
         return None
 
     def _give_back(self, generation: Generation) -> None:
@@ -400,8 +400,8 @@ class _Claimant:
         """
         if self._owner and self._fenced is not None:
             program = release_fence(generation, self._ids, self._known, self._stamp)
-            self._seat.known.learn(drive(program, self._seat.storage).state)
-            self._seat.touch_log_later()
+            self._session.known.learn(drive(program, self._session.storage).state)
+            self._session.touch_log_later()
             self._fenced = None
 
     def _let_go(self, generation: Generation) -> None:
@@ -410,26 +410,26 @@ class _Claimant:
             return
         program = release_fence(generation, self._ids, self._known, self._stamp)
         try:
-            drive(program, self._seat.storage, deadline_s=GIVE_BACK_S)
-            self._seat.touch_log_later()
+            drive(program, self._session.storage, deadline_s=GIVE_BACK_S)
+            self._session.touch_log_later()
         except (StorageError, CkptfsError) as error:
             logger.warning("a fence was not released, so the next owner has to wait: %s", error)
 
     def _recover(self, generation: Generation) -> Run:
-        seat = self._seat
-        caps = seat.caps
+        session = self._session
+        caps = session.caps
 
         mine: list[LogState] = []
 
-        def local(asked: Collection[str]) -> Report | None:
+        def local(ids: Collection[str]) -> Report | None:
             if not self._owner:
                 return None
-            found = drive(report(self._domain, generation, caps, self._known), seat.storage)
-            seat.known.learn(found.state)
+            found = drive(report(self._domain, generation, caps, self._known), session.storage)
+            session.known.learn(found.state)
             mine[:] = [found.state]
             # An aborted attempt in this domain may have lost its record: then only the log knows it.
             here = {attempt.save_id for attempt in found.attempts}
-            return replace(found, state=found.state.to_send({*asked, *here}))
+            return replace(found, state=found.state.to_send({*ids, *here}))
 
         def decide(reports: Sequence[Report | None]) -> tuple[tuple[str, ...], Plan | None]:
             known = {r.domain: r for r in reports if r is not None}
@@ -440,11 +440,13 @@ class _Claimant:
             # The saves that are living in some log are in it: for the owners that carry the plan
             # out, and each seal once.
             plan = replace(plan, views=with_equal_seals_once(plan.views))
-            owners = {domain.owner for domain in seat.placement.domains}
-            return apart(names, [plan if r in owners else None for r in range(seat.control.size)])
+            owners = {domain.owner for domain in session.placement.domains}
+            return apart(
+                names, [plan if r in owners else None for r in range(session.control.size)]
+            )
 
         in_doubt, plan = step_with_views(
-            seat.control,
+            session.control,
             "report",
             local,
             lambda found: None if found is None else (found.domain, found.state),
@@ -461,50 +463,50 @@ class _Claimant:
                     caps,
                     ids=self._ids,
                     stamp=self._stamp,
-                    spared=self._spared,
+                    left_to_caller=self._spared,
                 )
                 try:
-                    seat.known.learn(drive(program, seat.storage))
+                    session.known.learn(drive(program, session.storage))
                 finally:
-                    seat.touch_log_later()  # the fence's own touch may have come before all this
+                    session.touch_log_later()  # the fence's own touch may have come before all this
 
-        seat.control.step("settle", carry_out)
+        session.control.step("settle", carry_out)
         self._read_token(generation)
         for name in in_doubt:
             logger.warning("%s is in doubt: one of its domains cannot be reached", name)
         keeper = None
         if self._owner:
             brief = self.caller.for_call
-            keeper = Keeper(seat.storage, generation, self._times, for_call=brief)
+            keeper = Keeper(session.storage, generation, self._times, for_call=brief)
             keeper.start()
         if self._owner and caps.shape is Shape.OBJECT:
-            _sweep(seat.storage)
-            seat = replace(seat, background=Background())
-        root = seat.storage.root
-        return Run(root, generation, seat, in_doubt, _keeper=keeper, _caller=self.caller)
+            _sweep(session.storage)
+            session = replace(session, background=Background())
+        root = session.storage.root
+        return Run(root, generation, session, in_doubt, _keeper=keeper, _caller=self.caller)
 
     def _read_token(self, generation: Generation) -> None:
         """Read this fence on every rank through the rank's own path.
 
         The existence of an entry does not show that it is this fence, so its content is compared.
         """
-        seat = self._seat
+        session = self._session
         mine = (self._domain, self._fenced.number) if self._fenced is not None else None
-        numbers = seat.control.step("numbers", lambda: mine, _by_domain)
+        numbers = session.control.step("numbers", lambda: mine, _by_domain)
 
         def read() -> None:
             key = log_key(numbers[self._domain])
-            if seat.placement.is_node_lead:
-                seat.storage.refresh(LOG)
-            data = _read_fresh(seat.storage, key)
+            if session.placement.is_node_lead:
+                session.storage.refresh(LOG)
+            data = _read_fresh(session.storage, key)
             if generation.nonce.encode() not in data:
                 raise NotFoundError(
                     "this rank sees another run log than the owner of its domain",
-                    uri=seat.storage.uri(key),
+                    uri=session.storage.uri(key),
                     hint="if two file servers share this path, pass scope='node'",
                 )
 
-        seat.control.step("token", read)
+        session.control.step("token", read)
 
 
 def _view_of(answer: View | _Refusal | None) -> View | None:

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from ckptfs.commit.decisions import Deletable, Refusal, doomed, may_abort, may_publish
+from ckptfs.commit.decisions import Deletable, Refusal, may_abort, may_publish, pending_deletes
 from ckptfs.commit.delete.deletion_steps import (
     delete_save,
     discard_attempt,
@@ -131,7 +131,7 @@ def settle(
     *,
     ids: Iterator[str],
     stamp: Stamp = Stamp(),
-    spared: set[str] | None = None,
+    left_to_caller: set[str] | None = None,
 ) -> Program[LogState]:
     """Carry the plan out in one domain, and delete what was replaced.
 
@@ -142,7 +142,7 @@ def settle(
         caps: The capabilities of the storage.
         ids: Fresh write ids.
         stamp: The process and the time, for people.
-        spared: Takes the ids of saves with a delete in the log and bytes that the caller removes.
+        left_to_caller: Takes the ids of saves with a delete in the log and bytes that the caller removes.
             None removes the bytes here.
 
     Returns:
@@ -151,9 +151,11 @@ def settle(
     Raises:
         FencedError: A newer owner took the run in between.
     """
-    views = yield from settle_plan(plan, domain, holder, caps, ids=ids, stamp=stamp, spared=spared)
+    views = yield from settle_plan(
+        plan, domain, holder, caps, ids=ids, stamp=stamp, left_to_caller=left_to_caller
+    )
     means = Means(domain, caps, ids, stamp)
-    for doom in doomed(views):
+    for doom in pending_deletes(views):
         if domain in doom.seal.everywhere:
             delete = delete_save(
                 doom.seal,
@@ -161,7 +163,7 @@ def settle(
                 means,
                 holder,
                 reason=doom.reason,
-                still=_still_doomed(doom, views, domain),
+                still=_is_still_pending(doom, views, domain),
             )
             gone = yield from _if_permitted(delete, doom.seal.name, caps)
             if gone is None:
@@ -180,11 +182,11 @@ def settle_plan(
     *,
     ids: Iterator[str],
     stamp: Stamp = Stamp(),
-    spared: set[str] | None = None,
+    left_to_caller: set[str] | None = None,
 ) -> Program[Mapping[str, LogState]]:
     """Carry the plan out in one domain, and do nothing else.
 
-    Errors and ``spared`` as for ``settle``.
+    Errors and ``left_to_caller`` as for ``settle``.
     """
     state, means = plan.views[domain], Means(domain, caps, ids, stamp)
     doubtful = names_saved_twice(state)  # before the saves that are gone are settled
@@ -224,7 +226,7 @@ def settle_plan(
         if is_released(record.save_id, record.of, views, domain):
             discard = discard_attempt(record.save_id, record.name, holder, caps)
             yield from _if_permitted(discard, record.save_id, caps)
-    views = yield from _complete_deletes(views, means, holder, spared)
+    views = yield from _complete_deletes(views, means, holder, left_to_caller)
     yield from project_all(views, domain, caps, holder, doubtful)
     return views
 
@@ -245,10 +247,10 @@ def _if_permitted(program: Program[T], what: str, caps: Capabilities) -> Program
         return None
 
 
-def _still_doomed(
+def _is_still_pending(
     doom: Deletable, views: Mapping[str, LogState], domain: str
 ) -> Callable[[LogState], bool]:
-    return lambda seen: doom in doomed({**views, domain: seen})
+    return lambda current: doom in pending_deletes({**views, domain: current})
 
 
 def _recorded_in(save_id: str, plan: Plan) -> tuple[str, ...]:
@@ -284,7 +286,7 @@ def _complete_deletes(
     views: Mapping[str, LogState],
     means: Means,
     holder: Generation,
-    spared: set[str] | None,
+    left_to_caller: set[str] | None,
 ) -> Program[Mapping[str, LogState]]:
     """Finish deletes that a crash interrupted, and deletes that another domain began.
 
@@ -300,10 +302,10 @@ def _complete_deletes(
             leftovers.setdefault(save.seal.name, []).append(save.seal)
             continue
         reason = "begun elsewhere"
-        if spared is None:
+        if left_to_caller is None:
             delete = delete_save(save.seal, views, means, holder, reason=reason)
         else:
-            spared.add(save.save_id)
+            left_to_caller.add(save.save_id)
             delete = enter_delete(save.save_id, means, holder, views[domain], reason=reason)
         gone = yield from _if_permitted(delete, save.seal.name, caps)
         if gone is None:
@@ -355,7 +357,7 @@ def publish(
         return Refused(Refusal.NOTHING, state)
     return (
         yield from append(
-            lambda seen: may_publish(seen, seal, by),
+            lambda current: may_publish(current, seal, by),
             write_id=next(ids),
             stamp=stamp,
             state=state,

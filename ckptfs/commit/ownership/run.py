@@ -1,6 +1,6 @@
 """A held run: what a claim gives to every rank, and how the run is released.
 
-    held = claim(seat)          the fence is in the log, the lease is kept
+    held = claim(session)          the fence is in the log, the lease is kept
     save(..., run=held)         checks that the target is in the run
     held.release()              chores end, the lease stops, the owners append "released"
 
@@ -31,7 +31,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import Program, drive
 from ckptfs.commit.ownership.lease import Keeper
 from ckptfs.commit.save.spec import fresh_ids, now_text
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.errors import (
     CkptfsError,
     StateError,
@@ -102,7 +102,7 @@ class Run:
     Attributes:
         uri: The run.
         generation: Number and nonce of the fence.
-        seat: What the ranks share: storage, control plane, domains. For ckptfs itself.
+        session: What the ranks share: storage, control plane, domains. For ckptfs itself.
         in_doubt: Names of saves with domains that are out of reach.
         closing: Closed after the release. Add callbacks to this stack, and do not replace it.
         aside: The worker of its asynchronous saves; they end before it is released. For ckptfs itself.
@@ -111,7 +111,7 @@ class Run:
 
     uri: Uri
     generation: Generation
-    seat: Seat
+    session: RunSession
     in_doubt: tuple[str, ...] = ()
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     aside: Any = field(default=None, repr=False)
@@ -125,7 +125,7 @@ class Run:
         self._ownership = Ownership(
             weakref.ref(self),
             self.generation,
-            self.seat,
+            self.session,
             self.closing,
             self._keeper,
             self._caller,
@@ -193,7 +193,7 @@ class Ownership:
 
     run: weakref.ref[Run]
     generation: Generation
-    seat: Seat
+    session: RunSession
     closing: contextlib.ExitStack
     keeper: Keeper | None
     caller: Caller
@@ -212,11 +212,11 @@ class Ownership:
         self._leaving = True
         try:
             with self.closing:
-                if self.seat.background is not None:
-                    self.seat.background.close(CHORES_S)
+                if self.session.background is not None:
+                    self.session.background.close(CHORES_S)
                 if self.keeper is not None:
                     self.keeper.stop()
-                if self.seat.placement.is_owner:
+                if self.session.placement.is_owner:
                     self._append_release()
         finally:
             self.left.set()
@@ -240,13 +240,13 @@ class Ownership:
     def _append_release(self) -> None:
         try:
             program = release_fence(
-                self.generation, fresh_ids(), self.seat.fold_from, self.seat.stamp()
+                self.generation, fresh_ids(), self.session.fold_from, self.session.stamp()
             )
-            drive(program, self.seat.storage, deadline_s=10.0)
+            drive(program, self.session.storage, deadline_s=10.0)
         except (StorageError, CkptfsError) as error:
             logger.warning("the run was not released, so the next owner has to wait: %s", error)
         else:
-            self.seat.touch_log_later(last=True)
+            self.session.touch_log_later(last=True)
 
 
 class _Owned:
@@ -301,7 +301,7 @@ def _leave_collected(collected: queue.SimpleQueue[Ownership]) -> None:
             continue
         logger.warning(
             "%s, claimed by %s, was never released, and its last reference is gone: released now",
-            ownership.seat.storage.root,
+            ownership.session.storage.root,
             ownership.call,
         )
         # A thread each: a hanging storage must not stop the others.
@@ -332,7 +332,7 @@ def wait_until_left(root: Uri, timeout_s: float, *, patient: bool) -> None:
     These are runs without any reference, and runs that were claimed by a save that was given up.
     patient: Look for such runs more than once.
     """
-    mine = [one for one in _OWNED.all() if one.seat.storage.root == root]
+    mine = [one for one in _OWNED.all() if one.session.storage.root == root]
     leaving = {one for one in mine if one.is_leaving or one.caller.given_up()}
     for pause_s in _COLLECT_AGAIN_S if patient else (0.0,):
         staying = [one for one in mine if one not in leaving]

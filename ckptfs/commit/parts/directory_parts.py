@@ -2,8 +2,8 @@
 
     ticket = begin_parts(run, "step_100", 100, ["actor", "critic"], artifact=Kind.DIRECTORY)
 
-    writing_part(seat, part, done)   a path to write into; sealed when all ranks of the group have left
-    publish_part(seat, part, path)   seals files that this rank has already written below ``path``
+    writing_part(session, part, done)   a path to write into; sealed when all ranks of the group have left
+    publish_part(session, part, path)   seals files that this rank has already written below ``path``
     sealed_parts(ticket)             the parts that are sealed now, according to the log of the run
     wait_sealed(ticket, 600)         the same, once all of them are sealed
 
@@ -30,7 +30,7 @@ from ckptfs.commit.log.entries import Kind, PartRef
 from ckptfs.commit.parts.parts import PartAttempt, agreed_plan
 from ckptfs.commit.parts.tickets import SealedPart, Ticket, TicketPart
 from ckptfs.commit.save.spec import SaveSpec, WrittenPart
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.commit.state import part_name, promised_here
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.events import Counters, SaveResult
@@ -42,8 +42,8 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 5.0
 
 
 @contextlib.contextmanager
-def writing_part(seat: Seat, part: TicketPart, done: list[SealedPart]) -> Iterator[str]:
-    """Yield a path to write into. Collective to enter and to leave, over the ranks of the seat.
+def writing_part(session: RunSession, part: TicketPart, done: list[SealedPart]) -> Iterator[str]:
+    """Yield a path to write into. Collective to enter and to leave, over the ranks of the session.
 
     On a mounted filesystem it is the attempt's own directory; elsewhere it is a directory of this
     rank alone, which is uploaded on leaving. An exception inside, on any rank, seals nothing and is
@@ -52,11 +52,11 @@ def writing_part(seat: Seat, part: TicketPart, done: list[SealedPart]) -> Iterat
     done: Receives the sealed part.
     """
     started = time.perf_counter()
-    attempt = _attempt(seat, part)
+    attempt = _attempt(session, part)
     try:
         attempt.begin()
         with contextlib.ExitStack() as stack:
-            with leaving_together(seat.control):
+            with leaving_together(session.control):
                 collector = stack.enter_context(collected_files(attempt))
                 yield collector.path
             collector.share_out()
@@ -65,11 +65,11 @@ def writing_part(seat: Seat, part: TicketPart, done: list[SealedPart]) -> Iterat
         attempt.abandon()
         raise
     wall_s = time.perf_counter() - started
-    result = committed.result(str(part.uri), part.plan.step, seat.control.rank, wall_s)
+    result = committed.result(str(part.uri), part.plan.step, session.control.rank, wall_s)
     done.append(SealedPart(part.plan.part, part.plan.of, attempt.ref, result))
 
 
-def publish_part(seat: Seat, part: TicketPart, path: str) -> SealedPart:
+def publish_part(session: RunSession, part: TicketPart, path: str) -> SealedPart:
     """Seal the files below ``path``, a directory of this rank alone, as its share. Collective.
 
     The directory must not change until this returns. Errors other than the one below are those of
@@ -79,9 +79,9 @@ def publish_part(seat: Seat, part: TicketPart, path: str) -> SealedPart:
         StateError: Two ranks have different files of one name.
     """
     started = time.perf_counter()
-    attempt = _attempt(seat, part)
-    is_local = seat.caps.shape is Shape.FILESYSTEM
-    domain = seat.placement.mine.id if is_local else None
+    attempt = _attempt(session, part)
+    is_local = session.caps.shape is Shape.FILESYSTEM
+    domain = session.placement.mine.id if is_local else None
 
     def write() -> WrittenPart:
         return Sender(attempt, path, domain).send([file.path for file in list_files(path)])
@@ -93,7 +93,7 @@ def publish_part(seat: Seat, part: TicketPart, path: str) -> SealedPart:
         attempt.abandon()
         raise
     wall_s = time.perf_counter() - started
-    result = committed.result(str(part.uri), part.plan.step, seat.control.rank, wall_s)
+    result = committed.result(str(part.uri), part.plan.step, session.control.rank, wall_s)
     return SealedPart(part.plan.part, part.plan.of, attempt.ref, result)
 
 
@@ -145,11 +145,11 @@ def wait_sealed(
         pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
 
-def _attempt(seat: Seat, part: TicketPart) -> PartAttempt:
-    plan = seat.control.step("ticket", lambda: part.plan, agreed_plan)
+def _attempt(session: RunSession, part: TicketPart) -> PartAttempt:
+    plan = session.control.step("ticket", lambda: part.plan, agreed_plan)
     name = part_name(plan.name, plan.part)
     spec = SaveSpec(name, plan.step, artifact=Kind.DIRECTORY, run=plan.word.generation)
-    return PartAttempt(seat, plan, spec)
+    return PartAttempt(session, plan, spec)
 
 
 def _alike(parts: list[WrittenPart]) -> Mapping[str, bytes]:

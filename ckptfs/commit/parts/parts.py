@@ -32,7 +32,7 @@ from ckptfs.commit.save.owner_steps import begin
 from ckptfs.commit.save.planning import SavePlan
 from ckptfs.commit.save.sealing import seal_everywhere
 from ckptfs.commit.save.spec import SaveSpec, fresh_ids, fresh_save_id
-from ckptfs.commit.session import Seat, View
+from ckptfs.commit.session import RunSession, View
 from ckptfs.commit.state import committed, part_name, promised_here
 from ckptfs.control.world import World
 from ckptfs.errors import CommitConflictError, FencedError, StateError
@@ -147,7 +147,7 @@ def apply_word(
         return state
     if state.generation < word.generation:
         told = yield from append(
-            lambda seen: may_fence(seen, word.fence),
+            lambda current: may_fence(current, word.fence),
             write_id=next(ids),
             stamp=stamp,
             state=state,
@@ -165,28 +165,28 @@ def apply_word(
     return (yield from write_snapshot(views[domain], write_id=next(ids), stamp=stamp))
 
 
-def apply_everywhere(seat: Seat, word: HomeWord) -> LogState | None:
-    """Record the word in every domain of the seat. Collective.
+def apply_everywhere(session: RunSession, word: HomeWord) -> LogState | None:
+    """Record the word in every domain of the session. Collective.
 
     Returns the owner's fold, and None on other ranks. Errors as for ``apply_word``.
     """
-    mine, stamp = seat.placement.mine.id, seat.stamp()
+    mine, stamp = session.placement.mine.id, session.stamp()
     after: list[LogState] = []
 
     def here() -> FencedError | None:
-        if not seat.placement.is_owner:
+        if not session.placement.is_owner:
             return None
-        program = apply_word(word, mine, seat.caps, ids=fresh_ids(), stamp=stamp)
+        program = apply_word(word, mine, session.caps, ids=fresh_ids(), stamp=stamp)
         try:
-            after.append(drive(program, seat.storage))
+            after.append(drive(program, session.storage))
         except FencedError as error:
-            error.uri = str(seat.storage.root)
+            error.uri = str(session.storage.root)
             return error  # a value, so that it is raised as its type on all ranks
         if mine != word.home:
-            seat.touch_log_later()
+            session.touch_log_later()
         return None
 
-    seat.control.step("heed", here, _raise_first)
+    session.control.step("heed", here, _raise_first)
     return after[0] if after else None
 
 
@@ -255,15 +255,15 @@ class PartAttempt(Attempt):
     is projected, and the home's seal will contain ``ref``.
     """
 
-    def __init__(self, seat: Seat, plan: PartPlan, spec: SaveSpec) -> None:
-        super().__init__(seat, spec)
+    def __init__(self, session: RunSession, plan: PartPlan, spec: SaveSpec) -> None:
+        super().__init__(session, spec)
         self._whose = plan
         self._digest = ""
 
     @property
     def ref(self) -> PartRef:
         """The reference to this part for the home's seal, after commit()."""
-        placement, worlds = self.seat.placement, self.seat.control.worlds
+        placement, worlds = self.session.placement, self.session.control.worlds
         hosts = tuple(_hosts(worlds, domain.ranks) for domain in placement.domains)
         planned = self._planned
         return PartRef(self._whose.part, planned.save_id, self._digest, planned.domains, hosts)
@@ -273,7 +273,7 @@ class PartAttempt(Attempt):
 
         See ``Attempt.begin``.
         """
-        self._state = apply_everywhere(self.seat, self._whose.word)
+        self._state = apply_everywhere(self.session, self._whose.word)
         super().begin()
 
     def _survey(self, ids: Collection[str] = ()) -> View | None:
@@ -288,7 +288,7 @@ class PartAttempt(Attempt):
             if whole.seal is not None or whole.deleted or whole.aborted:
                 raise _too_late(self._whose, where, committed=whole.seal is not None)
         fresh = fresh_save_id()
-        domains = tuple(d.id for d in self.seat.placement.domains)
+        domains = tuple(d.id for d in self.session.placement.domains)
         return SavePlan(fresh, self._whose.word.generation, 0, domains)
 
     def _begin(self) -> tuple[str, ...]:
@@ -313,16 +313,16 @@ class PartAttempt(Attempt):
             digest=seal.digest,
         )
 
-        def decide(seen: LogState) -> Body | Refused[Refusal]:
-            return may_seal_part(seen, part)
+        def decide(current: LogState) -> Body | Refused[Refusal]:
+            return may_seal_part(current, part)
 
         return seal_everywhere(
-            self.seat, self._named, seal, self._means, self._state, decide=decide
+            self.session, self._named, seal, self._means, self._state, decide=decide
         )
 
     def _finish(self, seal: Seal) -> tuple[tuple[str, ...], int]:
         if self._owner:
-            self.seat.touch_log_later()
+            self.session.touch_log_later()
         return (), 0
 
 

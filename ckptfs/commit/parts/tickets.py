@@ -42,8 +42,8 @@ from ckptfs.commit.parts.parts import HomeWord, PartPlan, apply_everywhere, read
 from ckptfs.commit.paths import CONTROL, MANIFEST, AttemptKeys
 from ckptfs.commit.save.owner_steps import begin, clear, finish, prepare, seal_save, undo
 from ckptfs.commit.save.spec import IfExists, fresh_ids, fresh_save_id, now_text
-from ckptfs.commit.session import Place, Seat, control_for, open_seat
-from ckptfs.commit.state import name_taken, next_seq, part_name, promised_here
+from ckptfs.commit.session import Place, RunSession, control_for, open_session
+from ckptfs.commit.state import next_seq, part_name, promised_here, save_named
 from ckptfs.errors import (
     CkptfsError,
     CommitConflictError,
@@ -78,7 +78,7 @@ Sealed = Sequence[tuple[str, PartRef]]  # the id of the whole, and the reference
 class _HomeFiles:
     """The destination of the home's own files of a whole, in the form that ``Sender`` expects."""
 
-    seat: Seat
+    session: RunSession
     storage: Storage
     keys: AttemptKeys
     base: Generation
@@ -105,14 +105,14 @@ class HomeSide:
         artifact: Kind,
         save_id: str | None = None,
     ) -> None:
-        seat = run.seat
+        session = run.session
         self._run, self._name, self._step, self._parts = run, name, step, parts
         self._artifact = artifact
         self._replace = if_exists is IfExists.REPLACE
-        self._where = seat.storage.uri(name)
-        self._home = next(d for d in seat.placement.domains if 0 in d.ranks)
-        self._host = seat.control.worlds[0].site
-        self._means = Means(self._home.id, seat.caps, fresh_ids(), seat.stamp())
+        self._where = session.storage.uri(name)
+        self._home = next(d for d in session.placement.domains if 0 in d.ranks)
+        self._host = session.control.worlds[0].site
+        self._means = Means(self._home.id, session.caps, fresh_ids(), session.stamp())
         self.save_id = save_id or ""
         self._seq = 0  # its place in commit order; only on the coordinator
         # Once a seal was tried it may be in the log: another seal would contradict its manifest.
@@ -130,12 +130,12 @@ class HomeSide:
         try:
             return self._begin_together()
         except CommitConflictError:
-            if not record_removed(run.seat, self._name, self._artifact, run.generation):
+            if not record_removed(run.session, self._name, self._artifact, run.generation):
                 raise
         return self._begin_together()
 
     def _begin_together(self) -> HomeWord:
-        control = self._run.seat.control
+        control = self._run.session.control
         self.save_id, word = control.step("begin parts", lambda: None, lambda _: self._begin())
         return word
 
@@ -147,15 +147,15 @@ class HomeSide:
         sealed: The parts that were sent to this rank.
         """
 
-        def decide(told: Sequence[Sealed]) -> tuple[Seal, HomeWord]:
-            refs = self._one_of_each([part for parts in told for part in parts])
+        def decide(answers: Sequence[Sealed]) -> tuple[Seal, HomeWord]:
+            refs = self._one_of_each([part for parts in answers for part in parts])
             return self._decide(refs, metrics, beside)
 
-        seat = self._run.seat
-        seal, word = seat.control.step("commit parts", lambda: tuple(sealed), decide)
-        if len(seat.placement.domains) > 1:
+        session = self._run.session
+        seal, word = session.control.step("commit parts", lambda: tuple(sealed), decide)
+        if len(session.placement.domains) > 1:
             try:
-                apply_everywhere(seat, word)
+                apply_everywhere(session, word)
             except CkptfsError as error:
                 logger.warning(
                     "%s is committed; not every disk has recorded it: %s", seal.name, error
@@ -168,19 +168,19 @@ class HomeSide:
         What cannot be done now is left to the next owner of the run.
         """
         try:
-            self._run.seat.control.step("abandon parts", lambda: None, lambda _: self._give_up())
+            self._run.session.control.step("abandon parts", lambda: None, lambda _: self._give_up())
         except CkptfsError as error:
             logger.warning("%s is left to the next owner of the run: %s", self._name, error)
 
     # -- on the coordinator ------------------------------------------------------------------
 
     def _begin(self) -> tuple[str, HomeWord]:
-        seat, generation = self._run.seat, self._run.generation
-        state = drive(catch_up_again(self._known), seat.storage)
-        seat.known.learn(state)
+        session, generation = self._run.session, self._run.generation
+        state = drive(catch_up_again(self._known), session.storage)
+        session.known.learn(state)
         if state.generation != generation:
             raise self._fenced(state.fence)
-        taken = name_taken(self._name, {self._home.id: state})
+        taken = save_named(self._name, {self._home.id: state})
         if taken is not None and not self._replace:
             raise CommitConflictError(
                 f"{self._name} is committed already (save {taken.save_id})",
@@ -189,14 +189,14 @@ class HomeSide:
             )
         # Taken now: a ticket that is committed late must not take the run back behind later saves.
         seq = next_seq(generation, {self._home.id: state}, fenced=True)
-        self._seq = seat.known.seq = max(seq, seat.known.seq + 1)
+        self._seq = session.known.seq = max(seq, session.known.seq + 1)
         self.save_id = self.save_id or fresh_save_id()
-        drive(begin(self._keys, generation), seat.storage)
+        drive(begin(self._keys, generation), session.storage)
         return self.save_id, read_home(self._home.id, self._host, state)
 
     @property
     def _known(self) -> LogState | None:
-        return self._run.seat.known.state if self._means.caps.exclusive_create else None
+        return self._run.session.known.state if self._means.caps.exclusive_create else None
 
     @property
     def _keys(self) -> AttemptKeys:
@@ -225,7 +225,7 @@ class HomeSide:
     def _decide(
         self, refs: Mapping[str, PartRef], metrics: Mapping[str, float], beside: str | None
     ) -> tuple[Seal, HomeWord]:
-        state = drive(catch_up(self._known), self._run.seat.storage)
+        state = drive(catch_up(self._known), self._run.session.storage)
         seal = state.save(self.save_id).seal
         if seal is None and state.generation > self._run.generation:
             raise self._fenced(state.fence)
@@ -255,16 +255,16 @@ class HomeSide:
             files=files,
             domains=(DomainRecord(self._home.id, self._home.ranks, (self._host,)),),
             base=base,
-            world_size=self._run.seat.control.size,
+            world_size=self._run.session.control.size,
             created_at=now_text(),
             writer=f"ckptfs {__version__}",
             parts=parts,
         )
         encoded = encode_manifest(manifest)
         try:
-            drive(prepare(self._keys, {MANIFEST: encoded}), self._run.seat.storage)
+            drive(prepare(self._keys, {MANIFEST: encoded}), self._run.session.storage)
         except (NotFoundError, StaleError):
-            now = drive(catch_up(self._known), self._run.seat.storage)
+            now = drive(catch_up(self._known), self._run.session.storage)
             if now.generation > base:
                 raise self._fenced(now.fence) from None  # a newer owner took the attempt away
             raise
@@ -283,15 +283,15 @@ class HomeSide:
         )
 
     def _send(self, path: str) -> tuple[FileRecord, ...]:
-        seat, keys, base = self._run.seat, self._keys, self._run.generation
-        target = _HomeFiles(seat, seat.storage, keys, base)
-        domain = self._home.id if seat.caps.shape is Shape.FILESYSTEM else None
+        session, keys, base = self._run.session, self._keys, self._run.generation
+        target = _HomeFiles(session, session.storage, keys, base)
+        domain = self._home.id if session.caps.shape is Shape.FILESYSTEM else None
         return Sender(target, path, domain).send([f.path for f in list_files(path)]).files
 
     def _append(self, seal: Seal, state: LogState) -> LogState:
         """Append the seal. This is the commit."""
         program = seal_save(seal, self._means, state, replace=self._replace)
-        outcome = drive(program, self._run.seat.storage)
+        outcome = drive(program, self._run.session.storage)
         if not isinstance(outcome, Refused):
             return outcome.state
         match outcome.reason:
@@ -327,11 +327,15 @@ class HomeSide:
 
         The checkpoint is committed: if this fails, the next writer does it.
         """
-        seat, holder, background = self._run.seat, self._run.generation, self._run.seat.background
-        doomed = to_clear({self._home.id: state}, self._home.id, seat.spared)
+        session, holder, background = (
+            self._run.session,
+            self._run.generation,
+            self._run.session.background,
+        )
+        pending_deletes = to_clear({self._home.id: state}, self._home.id, session.spared)
         # Plain names may belong to a later owner by the time that a chore removes them.
         aside = background is not None and not any(
-            one.seal.artifact is Kind.DIRECTORY for one in doomed
+            one.seal.artifact is Kind.DIRECTORY for one in pending_deletes
         )
         at_once = is_for_call(holder)
         try:
@@ -340,33 +344,33 @@ class HomeSide:
                 self._means,
                 state,
                 holder=None if aside else holder,
-                spare=seat.spared,
+                spare=session.spared,
                 at_once=at_once,
             )
-            state = drive(take_turns(program, seat.turn), seat.storage)
-            seat.known.learn(state)
+            state = drive(take_turns(program, session.turn), session.storage)
+            session.known.learn(state)
         except (StorageError, CommitInDoubtError) as error:
             logger.warning("%s is committed; its projection is incomplete: %s", seal.name, error)
             return state
         finally:
-            seat.touch_log_later()  # sealed, even if the projection failed
+            session.touch_log_later()  # sealed, even if the projection failed
         if background is not None and aside:
             # Deletes take requests on an object store, and the caller does not need to wait for
             # them.
             own = frozenset({seal.save_id} if at_once else ())
-            clearing = clear(self._means, self._known, holder, seat.spared, own)
-            turns = take_turns(clearing, seat.turn)
-            chore = partial(seat.drive_aside, turns, background)
+            clearing = clear(self._means, self._known, holder, session.spared, own)
+            turns = take_turns(clearing, session.turn)
+            chore = partial(session.drive_in_background, turns, background)
             background.submit(f"clearing what {seal.name} replaced", chore)
         return state
 
     def _give_up(self) -> None:
-        storage, caps = self._run.seat.storage, self._means.caps
+        storage, caps = self._run.session.storage, self._means.caps
         try:
             if not drive(undo(self._keys, self._run.generation, self._means), storage):
                 return
         finally:
-            self._run.seat.touch_log_later()
+            self._run.session.touch_log_later()
         state = drive(catch_up(self._known), storage)
         for part in promised_here(state).get(self.save_id, []):
             name = part_name(part.name, part.part)
@@ -459,9 +463,9 @@ class Decision:
         place = Place({**self.storage_options, **(storage_options or {})})
         with (
             control_for(process_group, timeout_s) as control,
-            open_seat(self.uri.parent, control, place, write=True) as seat,
+            open_session(self.uri.parent, control, place, write=True) as session,
         ):
-            apply_everywhere(seat, self.word)
+            apply_everywhere(session, self.word)
 
 
 Then = Callable[[Decision, Sequence[SealedPart]], None]
@@ -607,7 +611,7 @@ def begin_parts(
         FencedError: The run has a newer owner.
         StateError: The names of the parts are not valid.
     """
-    _check_names(name, parts, run.seat.storage.uri(name))
+    _check_names(name, parts, run.session.storage.uri(name))
     run.check(run.uri / name)
     home_side = HomeSide(
         run, name, step, tuple(parts), if_exists=if_exists, artifact=artifact, save_id=save_id

@@ -49,7 +49,7 @@ from ckptfs.commit.save.plain_names import other_attempts
 from ckptfs.commit.save.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
 from ckptfs.commit.save.projection import InHand
 from ckptfs.commit.save.sealing import (
-    NameTaken,
+    NameConflict,
     fenced_rather_than_missing,
     lost_while_sealing,
     seal_everywhere,
@@ -62,7 +62,7 @@ from ckptfs.commit.save.spec import (
     SmallFile,
     WrittenPart,
 )
-from ckptfs.commit.session import Seat, View, naming, step_with_views
+from ckptfs.commit.session import RunSession, View, naming, step_with_views
 from ckptfs.commit.state import pieces
 from ckptfs.control.messages import apart
 from ckptfs.errors import (
@@ -147,18 +147,18 @@ def _logged(
 class Attempt:
     """One save, on one rank. Every rank makes one and makes the same calls in order."""
 
-    def __init__(self, seat: Seat, spec: SaveSpec, caller: Caller | None = None) -> None:
+    def __init__(self, session: RunSession, spec: SaveSpec, caller: Caller | None = None) -> None:
         if spec.name in (CONTROL, SHARED):
             raise UriError(
                 f"{spec.name} belongs to the run itself",
-                uri=seat.storage.uri(spec.name),
+                uri=session.storage.uri(spec.name),
                 hint="choose another name",
             )
-        self.seat = seat
+        self.session = session
         self.spec = spec
-        self.storage = seat.storage
-        self._means = seat.means()
-        self._owner = seat.placement.is_owner
+        self.storage = session.storage
+        self._means = session.means()
+        self._owner = session.placement.is_owner
         self._state: LogState | None = None
         self._plan: SavePlan | None = None
         self._keys: AttemptKeys | None = None
@@ -193,7 +193,7 @@ class Attempt:
     @property
     def log_fields(self) -> dict[str, Any]:
         """The fields that log records of this save get."""
-        run, control = self.seat.storage.root, self.seat.control
+        run, control = self.session.storage.root, self.session.control
         save_id = self.spec.save_id if self._keys is None else self._keys.save_id
         return {
             "run": str(run),
@@ -229,7 +229,7 @@ class Attempt:
     @property
     def _known(self) -> LogState | None:
         # Without exclusive creates entries may slip in below what was folded.
-        return self.seat.known.state if self._means.caps.exclusive_create else None
+        return self.session.known.state if self._means.caps.exclusive_create else None
 
     @property
     def _named(self) -> AttemptKeys:
@@ -261,14 +261,14 @@ class Attempt:
             raise
 
     def _begin_save(self) -> None:
-        control = self.seat.control
+        control = self.session.control
         try:
             self._plan = self._planned_together()
         except CommitConflictError:
             if not self._free_name():
                 raise
             self._plan = self._planned_together()
-        if self._plan.replaces and self._claims_when_taken:
+        if self._plan.replaces and self._claims_if_name_exists:
             if not self._free_name() and self._claimed is None:
                 self._claim()
             self._plan = self._planned_together()
@@ -279,8 +279,8 @@ class Attempt:
                 self._plan = self._planned_together()
                 self._set_keys()
                 control.step("begin", self._begin_plainly, self._refuse_others)
-            if self.seat.spans_nodes:
-                with fenced_rather_than_missing(self.seat, self._plan.base, self.spec.name):
+            if self.session.spans_nodes:
+                with fenced_rather_than_missing(self.session, self._plan.base, self.spec.name):
                     control.step("confirm", self._confirm)
 
     def _set_keys(self) -> None:
@@ -291,10 +291,10 @@ class Attempt:
 
     def _planned_together(self) -> SavePlan:
         return step_with_views(
-            self.seat.control,
+            self.session.control,
             "survey",
-            lambda ids: (self._asked, self._survey(ids)),
-            lambda told: told[1],
+            lambda ids: (self._own_plan, self._survey(ids)),
+            lambda answers: answers[1],
             self._agree,
         )
 
@@ -304,14 +304,14 @@ class Attempt:
         If so, the log records that when this returns.
         """
         name, artifact = self.spec.name, self.spec.artifact
-        if not find_removed(self.seat, name, artifact):
+        if not find_removed(self.session, name, artifact):
             return False
         if self.spec.run is None:
             keep = () if self.spec.save_id is None else (self.spec.save_id,)
             self._claim(keep)
         assert self.spec.run is not None  # noqa: S101 - claimed above
         # Look again, now that no other process moves anything: a file that was being moved may be there now.
-        return record_removed(self.seat, name, artifact, self.spec.run)
+        return record_removed(self.session, name, artifact, self.spec.run)
 
     def _claim(self, keep: tuple[str, ...] = ()) -> None:
         """Claim the run for this save, until it ends. Collective.
@@ -319,12 +319,12 @@ class Attempt:
         RunBusyError: a living owner holds the run.
         """
         # A save that runs in a job next to the job's manager must not take the run from that manager.
-        self._claimed = claim(self.seat, takeover=Takeover.DEAD, keep=keep, caller=self._caller)
-        self.seat = self._claimed.seat
+        self._claimed = claim(self.session, takeover=Takeover.DEAD, keep=keep, caller=self._caller)
+        self.session = self._claimed.session
         self.spec = replace(self.spec, run=self._claimed.generation)
 
     @property
-    def _claims_when_taken(self) -> bool:
+    def _claims_if_name_exists(self) -> bool:
         """Whether the save claims the run if the name is taken.
 
         It does so if it may replace and holds no run yet. An unused name is saved without a claim.
@@ -340,7 +340,7 @@ class Attempt:
     def _survey(self, ids: Collection[str] = ()) -> View | None:
         if not self._owner:
             return None
-        background = self.seat.background
+        background = self.session.background
         if background is not None and self.spec.artifact is Kind.DIRECTORY:
             # Plain names never overwrite: the saves that the last commit replaced must be gone first.
             background.drain(DRAIN_S)
@@ -354,28 +354,30 @@ class Attempt:
         return self._means.domain, self._state.to_send(ids)
 
     @property
-    def _asked(self) -> tuple[str, int | None, str]:
+    def _own_plan(self) -> tuple[str, int | None, str]:
         return self.spec.name, self.spec.step, self.spec.artifact.value
 
-    def _agree(self, told: Sequence[tuple[tuple[str, int | None, str], View | None]]) -> SavePlan:
+    def _agree(
+        self, answers: Sequence[tuple[tuple[str, int | None, str], View | None]]
+    ) -> SavePlan:
         """Return the plan if all ranks mean one save.
 
         Half of step 10 together with half of step 11 would be neither.
         """
-        odd = next((rank for rank, (what, _) in enumerate(told) if what != told[0][0]), None)
+        odd = next((rank for rank, (what, _) in enumerate(answers) if what != answers[0][0]), None)
         if odd is not None:
             raise StateError(
-                f"ranks save different checkpoints: {told[0][0][0]} (step {told[0][0][1]}) on rank 0, "
-                f"{told[odd][0][0]} (step {told[odd][0][1]}) on rank {odd}",
+                f"ranks save different checkpoints: {answers[0][0][0]} (step {answers[0][0][1]}) on rank 0, "
+                f"{answers[odd][0][0]} (step {answers[odd][0][1]}) on rank {odd}",
                 uri=self.storage.root,
                 hint="make the same calls in the same order on every rank",
             )
         # A metric is a number of each rank's own: the seal, which is the same everywhere, has that
         # of the coordinator.
-        return replace(self._decide([view for _, view in told]), metrics=self.spec.metrics)
+        return replace(self._decide([view for _, view in answers]), metrics=self.spec.metrics)
 
     def _decide(self, answers: Sequence[View | None]) -> SavePlan:
-        return plan_save(self.spec, dict(a for a in answers if a is not None), self.seat)
+        return plan_save(self.spec, dict(a for a in answers if a is not None), self.session)
 
     @property
     def _looks_at_once(self) -> bool:
@@ -385,7 +387,7 @@ class Attempt:
 
     def _begin_plainly(self) -> _Begun | SymlinkError | CommitConflictError:
         try:
-            if self._look_for_foreign() and self._claims_when_taken:
+            if self._look_for_foreign() and self._claims_if_name_exists:
                 self._began = False  # nothing was made, because the run must be claimed first
                 return _Begun(is_taken=True)
             return _Begun(self._begin())
@@ -456,7 +458,7 @@ class Attempt:
         A client may have cached that the directory does not exist, and an existing directory may
         belong to another process.
         """
-        if self.seat.placement.is_node_lead and not self._owner:
+        if self.session.placement.is_node_lead and not self._owner:
             record = self._named.record
             self.storage.refresh(record.rsplit("/", 2)[0])
             self.storage.refresh(record.rsplit("/", 1)[0])
@@ -507,10 +509,10 @@ class Attempt:
             CommitInDoubtError: It is not known whether the save is committed. The next begin or
                 prepare_run settles it.
         """
-        control = self.seat.control
+        control = self.session.control
         kept: dict[str, SmallFile] = {}
         here = self.storage.uri(self.spec.name)
-        fenced = fenced_rather_than_missing(self.seat, self._planned.base, self.spec.name)
+        fenced = fenced_rather_than_missing(self.session, self._planned.base, self.spec.name)
         with naming(here), fenced:
             gathered, theirs = control.step(
                 "write", write, lambda parts: self._apart(self._gather(parts, finish, kept))
@@ -522,7 +524,7 @@ class Attempt:
         self._seal_tried = True
         try:
             self._state = self._append_seal(seal)
-        except NameTaken:
+        except NameConflict:
             # Certainly not sealed. The data stays as it is; only the files that name the generation are new.
             self._seal_tried = False
             seal = self._described_anew(gathered.origins)
@@ -533,7 +535,7 @@ class Attempt:
         warnings, replaced_bytes = self._finish(seal)
         if not self._means.caps.exclusive_create:
             warnings = (ADVICE, *warnings)
-            if self.seat.control.rank == 0:
+            if self.session.control.rank == 0:
                 logger.warning("%s is committed; %s", seal.name, ADVICE)
         self._let_go()
         commit_s = time.perf_counter() - started
@@ -550,8 +552,8 @@ class Attempt:
             assert self._manifest is not None  # noqa: S101 - the coordinator made it
             return encode_manifest(replace(self._manifest, base=base))
 
-        control = self.seat.control
-        with fenced_rather_than_missing(self.seat, base, self.spec.name):
+        control = self.session.control
+        with fenced_rather_than_missing(self.session, base, self.spec.name):
             encoded = control.step("describe", lambda: None, describe)
             control.step("prepare", lambda: self._prepare({MANIFEST: encoded}))
         return seal_of_plan(self._planned, self.spec, digest_of(encoded), origins)
@@ -561,24 +563,24 @@ class Attempt:
         # written.
         replaces = self.spec.if_exists is IfExists.REPLACE and self.spec.run is not None
         return seal_everywhere(
-            self.seat,
+            self.session,
             self._named,
             seal,
             self._means,
             self._state,
-            decide=lambda seen: may_seal(seen, seal, replace=replaces),
-            may_try_again=self._claims_when_taken,
+            decide=lambda current: may_seal(current, seal, replace=replaces),
+            may_try_again=self._claims_if_name_exists,
         )
 
     def _gather(
         self,
         parts: list[WrittenPart],
         finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
-        kept: dict[str, SmallFile],
+        small: dict[str, SmallFile],
     ) -> Gathered:
         files = dict(finish(parts))
         manifest = manifest_of(
-            self._planned, self.spec, self.seat, [f for part in parts for f in part.files], files
+            self._planned, self.spec, self.session, [f for part in parts for f in part.files], files
         )
         self._manifest = manifest
         encoded = encode_manifest(manifest)
@@ -586,7 +588,7 @@ class Attempt:
         counters = tuple(part.counters for part in parts)
         digest, origins = digest_of(encoded), origins_of(manifest)
         if len(self._planned.domains) == 1 and self._owner:
-            kept.update(files)  # the coordinator is the only owner: nothing large has to be sent
+            small.update(files)  # the coordinator is the only owner: nothing large has to be sent
             return Gathered(digest, {}, counters, origins)
         return Gathered(digest, files, counters, origins)
 
@@ -594,12 +596,12 @@ class Attempt:
         """Send each owner only its own files: they are as large as the checkpoint has items."""
         if not gathered.files:
             return apart(gathered)
-        here = {domain.owner: domain.id for domain in self.seat.placement.domains}
+        here = {domain.owner: domain.id for domain in self.session.placement.domains}
         pieces: list[Mapping[str, SmallFile] | None] = [
             {n: f if isinstance(f, bytes) else f[here[rank]] for n, f in gathered.files.items()}
             if rank in here
             else None
-            for rank in range(self.seat.control.size)
+            for rank in range(self.session.control.size)
         ]
         return apart(replace(gathered, files={}), pieces)
 
@@ -627,7 +629,7 @@ class Attempt:
             return warnings, sum(end.replaced_bytes for end in ends)
 
         try:
-            found = self.seat.control.step("finish", lambda: self._finish_here(seal), together)
+            found = self.session.control.step("finish", lambda: self._finish_here(seal), together)
         except CkptfsError as error:
             found = (str(error),), 0
         for note in found[0]:
@@ -637,7 +639,7 @@ class Attempt:
     def _finish_here(self, seal: Seal) -> _Finished:
         if not self._owner or self._state is None:
             return _Finished()
-        holder, background = self.spec.run, self.seat.background
+        holder, background = self.spec.run, self.session.background
         at_once = is_for_call(holder)
         try:
             # This domain knows only what its own log records about other saves: an earlier save
@@ -653,17 +655,17 @@ class Attempt:
                 self._means,
                 self._state,
                 holder=now,
-                spare=self.seat.spared,
+                spare=self.session.spared,
                 replaces=self._foreign,
                 in_hand=in_hand if self._small else None,
                 at_once=at_once,
             )
-            self._state = drive(take_turns(program, self.seat.turn), self.storage)
-            self.seat.known.learn(self._state)
+            self._state = drive(take_turns(program, self.session.turn), self.storage)
+            self.session.known.learn(self._state)
         except (StorageError, CommitInDoubtError) as error:
             return _Finished(str(error), self._replaced_bytes(seal, at_once=at_once))
         finally:
-            self.seat.touch_log_later()  # sealed, even if the projection failed
+            self.session.touch_log_later()  # sealed, even if the projection failed
         if holder is not None and background is not None and aside:
             # Deletes take requests on an object store, and the caller does not need to wait for
             # them.
@@ -673,11 +675,11 @@ class Attempt:
                 self._means,
                 self._known,
                 holder,
-                spare=self.seat.spared,
+                spare=self.session.spared,
                 at_once=own,
             )
-            turns = take_turns(tidying, self.seat.turn)
-            chore = partial(self.seat.drive_aside, turns, background)
+            turns = take_turns(tidying, self.session.turn)
+            chore = partial(self.session.drive_in_background, turns, background)
             background.submit(f"clearing what {seal.name} replaced", chore)
         return _Finished(replaced_bytes=self._replaced_bytes(seal, at_once=at_once))
 
@@ -717,9 +719,9 @@ class Attempt:
         are removed before this save returns.
         """
         here = self._means.domain
-        spared = self.seat.spared
-        doomed = () if self._state is None else to_clear({here: self._state}, here, spared)
-        return any(one.seal.artifact is Kind.DIRECTORY for one in doomed)
+        spared = self.session.spared
+        pending_deletes = () if self._state is None else to_clear({here: self._state}, here, spared)
+        return any(one.seal.artifact is Kind.DIRECTORY for one in pending_deletes)
 
     @_logged
     def abandon(self) -> None:
@@ -736,7 +738,7 @@ class Attempt:
         if not (self._began and self._owner) or self._seal_tried:
             return
         try:
-            undo_here(self.seat, self._named, self._planned.base, self._means)
+            undo_here(self.session, self._named, self._planned.base, self._means)
         except (CkptfsError, OSError) as error:
             logger.warning(
                 "the abandoned attempt %s was not removed; the next prepare_run removes it: %s",

@@ -126,7 +126,9 @@ def seal_save(
 ) -> Program[Appended | Refused[Refusal]]:
     """Append the seal in this domain, or return why not."""
     return (
-        yield from append_here(lambda seen: may_seal(seen, seal, replace=replace), means, state)
+        yield from append_here(
+            lambda current: may_seal(current, seal, replace=replace), means, state
+        )
     )
 
 
@@ -207,7 +209,7 @@ def clear(
         holder: Our generation.
         spare: Deleted saves with bytes that another task removes. It is checked each time, because
             it may grow during the call.
-        at_once: As for ``doomed``.
+        at_once: As for ``pending_deletes``.
 
     Returns:
         How many saves were deleted, or the refusal.
@@ -245,9 +247,9 @@ def clear(
 def _record(
     save_id: str, outcome: Outcome, means: Means, state: LogState | None
 ) -> Program[LogState]:
-    def decide(seen: LogState) -> Decided | Refused[Refusal]:
-        if seen.save(save_id).decided is not None:
-            return Refused(Refusal.NOTHING, seen)
+    def decide(current: LogState) -> Decided | Refused[Refusal]:
+        if current.save(save_id).decided is not None:
+            return Refused(Refusal.NOTHING, current)
         return Decided(save_id, outcome)
 
     done = yield from append(decide, write_id=next(means.ids), stamp=means.stamp, state=state)
@@ -261,7 +263,7 @@ def undo(keys: AttemptKeys, base: Generation, means: Means) -> Program[bool]:
     domain settles it), or if a newer owner took the run (then recovery does).
     """
     outcome = yield from append(
-        lambda seen: may_abort(seen, keys.save_id, base),
+        lambda current: may_abort(current, keys.save_id, base),
         write_id=next(means.ids),
         stamp=means.stamp,
     )

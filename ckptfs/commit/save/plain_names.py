@@ -33,7 +33,7 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import Capabilities, Entry
 
-__all__ = ["Mine", "other_attempts", "put_plain", "still_free"]
+__all__ = ["NameClaim", "other_attempts", "put_plain", "still_free"]
 
 
 def other_attempts(keys: AttemptKeys, state: LogState) -> Program[tuple[str, ...]]:
@@ -58,7 +58,7 @@ def other_attempts(keys: AttemptKeys, state: LogState) -> Program[tuple[str, ...
 
 
 @dataclass(frozen=True, slots=True)
-class Mine:
+class NameClaim:
     """The attempt that writes plain names, its generation, and the capabilities of the storage."""
 
     keys: AttemptKeys
@@ -66,14 +66,14 @@ class Mine:
     caps: Capabilities
 
 
-def still_free(mine: Mine, state: LogState | None) -> Program[LogState]:
+def still_free(claim: NameClaim, state: LogState | None) -> Program[LogState]:
     """Return the newest fold if this attempt may still write its plain names.
 
     Raises:
         FencedError: The run has a newer owner, or it aborted the attempt.
         CommitConflictError: Another save sealed the name.
     """
-    keys, base = mine.keys, mine.base
+    keys, base = claim.keys, claim.base
     seen = yield from catch_up(state)
     if seen.generation > base or seen.save(keys.save_id).aborted:
         raise FencedError(
@@ -93,7 +93,7 @@ def still_free(mine: Mine, state: LogState | None) -> Program[LogState]:
     return seen
 
 
-def put_plain(mine: Mine, state: LogState | None, key: str, data: bytes) -> Program[LogState]:
+def put_plain(claim: NameClaim, state: LogState | None, key: str, data: bytes) -> Program[LogState]:
     """Put one small file, unless it belongs to another save now.
 
     Returns the fold that allowed it.
@@ -104,9 +104,9 @@ def put_plain(mine: Mine, state: LogState | None, key: str, data: bytes) -> Prog
             etag = (yield StatOf(key)).etag
         except NotFoundError:
             etag = ""
-        state = yield from still_free(mine, state if mine.caps.exclusive_create else None)
+        state = yield from still_free(claim, state if claim.caps.exclusive_create else None)
         try:
-            yield Replace(key, data, etag if mine.caps.conditional_replace else None)
+            yield Replace(key, data, etag if claim.caps.conditional_replace else None)
             return state
         except (AlreadyExistsError, AnswerLostError) as error:
             # Another rank of this save may have put the same file: look again.

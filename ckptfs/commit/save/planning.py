@@ -1,6 +1,6 @@
 """The coordinator's plan of a save before a byte is written, and its description afterwards.
 
-    plan_save(spec, views, seat)     whether it may begin; id, base, place in the order (survey)
+    plan_save(spec, views, session)     whether it may begin; id, base, place in the order (survey)
     manifest_of(plan, spec, ...)     the list of what all ranks wrote                   (gather)
     seal_of_plan(plan, spec, ...)    the entry that every owner appends                 (seal)
 
@@ -23,8 +23,8 @@ from ckptfs.commit.manifest import (
     needed_reader,
 )
 from ckptfs.commit.save.spec import IfExists, SaveSpec, SmallFile, fresh_save_id, now_text
-from ckptfs.commit.session import Seat
-from ckptfs.commit.state import Standing, catalog, name_taken, next_seq, occupant, standing
+from ckptfs.commit.session import RunSession
+from ckptfs.commit.state import Standing, catalog, next_seq, occupant, save_named, standing
 from ckptfs.errors import CommitConflictError, FencedError
 from ckptfs.uri import Uri
 
@@ -56,18 +56,18 @@ class SavePlan:
     metrics: tuple[tuple[str, float], ...] = ()
 
 
-def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
+def plan_save(spec: SaveSpec, views: Views, session: RunSession) -> SavePlan:
     """Return the plan of a save that may begin, by the folds of every domain's owner.
 
     Raises:
         FencedError: The run has a newer owner, or its log is not the one that was claimed.
         CommitConflictError: The name is taken, or a failing run would replace a healthy save.
     """
-    where = seat.storage.uri(spec.name)
-    base = _base(spec, views, where, seat.storage.root)
+    where = session.storage.uri(spec.name)
+    base = _base(spec, views, where, session.storage.root)
     if spec.artifact is Kind.DIRECTORY:
         _refuse_occupied(spec.name, views, where)
-    taken = name_taken(spec.name, views)
+    taken = save_named(spec.name, views)
     if taken is not None and spec.if_exists is IfExists.ERROR:
         raise _conflict(taken, views, where)
     if taken is not None and spec.failure and not taken.failure and spec.save_id is None:
@@ -81,9 +81,10 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
         )
     seq = next_seq(base, views, fenced=spec.run is not None)
     if spec.run is not None:
-        seq = max(seq, seat.known.seq + 1)  # a ticket that is not committed yet began before this
+        # a ticket that is not committed yet began before this
+        seq = max(seq, session.known.seq + 1)
     save_id = fresh_save_id() if spec.save_id is None else spec.save_id
-    domains = tuple(d.id for d in seat.placement.domains)
+    domains = tuple(d.id for d in session.placement.domains)
     replaces = taken is not None
     return SavePlan(save_id, base, seq, domains, _previous(spec, views), replaces)
 
@@ -134,12 +135,12 @@ def _refuse_occupied(name: str, views: Views, where: Uri) -> None:
         )
 
 
-def _conflict(taken: Seal, views: Views, where: Uri) -> CommitConflictError:
-    if standing(taken.save_id, views) is Standing.COMMITTED:
-        what = f"{taken.name} is committed already (save {taken.save_id})"
+def _conflict(holder: Seal, views: Views, where: Uri) -> CommitConflictError:
+    if standing(holder.save_id, views) is Standing.COMMITTED:
+        what = f"{holder.name} is committed already (save {holder.save_id})"
         hint = 'choose another name, or if_exists="replace"'
     else:
-        what = f"{taken.name} is in doubt: save {taken.save_id} is sealed in some domains only"
+        what = f"{holder.name} is in doubt: save {holder.save_id} is sealed in some domains only"
         hint = (
             "another process commits it now, or died before that: call prepare_run() to settle it"
         )
@@ -158,7 +159,7 @@ def _fenced(newest: Generation, views: Views, where: Uri) -> FencedError:
 def manifest_of(
     plan: SavePlan,
     spec: SaveSpec,
-    seat: Seat,
+    session: RunSession,
     files: Sequence[FileRecord],
     extra: Mapping[str, SmallFile],
 ) -> Manifest:
@@ -176,11 +177,11 @@ def manifest_of(
         # Two ranks may have uploaded one and the same file; it is one file.
         files=tuple({(f.path, f.domain): f for f in every}.values()),
         domains=tuple(
-            DomainRecord(d.id, d.ranks, _hosts(seat, d.ranks)) for d in seat.placement.domains
+            DomainRecord(d.id, d.ranks, _hosts(session, d.ranks)) for d in session.placement.domains
         ),
         base=plan.base,
         artifact=spec.artifact,
-        world_size=spec.world_size or seat.control.size,
+        world_size=spec.world_size or session.control.size,
         created_at=now_text(),
         writer=f"ckptfs {__version__}",
         references=spec.references,
@@ -195,9 +196,9 @@ def origins_of(manifest: Manifest) -> tuple[str, ...]:
     return tuple(sorted(origins - {manifest.save_id}))
 
 
-def _hosts(seat: Seat, ranks: Sequence[int]) -> tuple[str, ...]:
+def _hosts(session: RunSession, ranks: Sequence[int]) -> tuple[str, ...]:
     """Return the hosts of a domain, for people who look for a lost shard."""
-    worlds = seat.control.worlds
+    worlds = session.control.worlds
     return tuple(dict.fromkeys(worlds[rank].hostname for rank in ranks))
 
 

@@ -117,7 +117,7 @@ def project(
     for piece in pieces(seal, domain):
         mine = in_hand if piece is seal else None
         yield from _project_one(
-            piece, caps, views[domain], whole=seal, replaces=replaces, in_hand=mine
+            piece, caps, views[domain], checkpoint=seal, replaces=replaces, in_hand=mine
         )
 
 
@@ -149,7 +149,7 @@ def _retire(save: SaveState, views: Views, domain: str, caps: Capabilities) -> P
     if kept and seal.artifact is Kind.DIRECTORY:
         if standing(seal.save_id, views) is Standing.COMMITTED:
             # The plain names are its data.
-            yield from _project_one(seal, caps, views[domain], whole=seal)
+            yield from _project_one(seal, caps, views[domain], checkpoint=seal)
         return
     for piece in pieces(seal, domain):
         keys = AttemptKeys(caps.shape, piece.name, piece.save_id)
@@ -303,13 +303,13 @@ def _is_ours(name: str, metadata: bytes, state: LogState) -> Program[bool]:
 
 
 def _may_replace(
-    seal: Seal, key: str, there: bytes, state: LogState, replaces: str | None
+    seal: Seal, key: str, present: bytes, state: LogState, replaces: str | None
 ) -> Program[bool]:
     """Whether a save may replace an existing ``.metadata`` with its own."""
     name = key.rpartition("/")[0]
-    if digest_of(there) == replaces or (yield from _is_ours(name, there, state)):
+    if digest_of(present) == replaces or (yield from _is_ours(name, present, state)):
         return True
-    if replaces is None and (yield from was_to_replace(name, seal.save_id, there)):
+    if replaces is None and (yield from was_to_replace(name, seal.save_id, present)):
         return True
     logger.warning(FOREIGN, key, seal.save_id, name)
     return False
@@ -344,18 +344,18 @@ def _project_one(
     caps: Capabilities,
     state: LogState,
     *,
-    whole: Seal,
+    checkpoint: Seal,
     replaces: str | None = None,
     in_hand: InHand | None = None,
 ) -> Program[None]:
-    """Project one piece of ``whole``. A save without parts has only one."""
+    """Project one piece of ``checkpoint``. A save without parts has only one."""
     keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
     if caps.shape is Shape.OBJECT:
         yield from _project_object(
-            seal, keys, caps, state, whole=whole, replaces=replaces, in_hand=in_hand
+            seal, keys, caps, state, checkpoint=checkpoint, replaces=replaces, in_hand=in_hand
         )
         return
-    if seal is not whole:
+    if seal is not checkpoint:
         yield from _project_part(seal, keys, state, replaces)
         return
     for _ in range(TRIES):
@@ -469,7 +469,7 @@ def _project_object(
     caps: Capabilities,
     state: LogState,
     *,
-    whole: Seal,
+    checkpoint: Seal,
     replaces: str | None,
     in_hand: InHand | None,
 ) -> Program[None]:
@@ -486,7 +486,7 @@ def _project_object(
     files = {f"{keys.name}/{name}": data for name, data in zip(names, contents, strict=True)}
     is_fresh = in_hand is not None and in_hand.is_fresh and caps.conditional_replace
     done = is_fresh and (yield from _put_fresh(files))
-    if not done and not (yield from _put(whole, files, caps, known, replaces=replaces)):
+    if not done and not (yield from _put(checkpoint, files, caps, known, replaces=replaces)):
         return
     if in_hand is None or not in_hand.leaves_record:
         # Its record is not needed any more; recovery need not look at this save again.
@@ -522,7 +522,7 @@ def _put_fresh(files: Mapping[str, bytes]) -> Program[bool]:
 
 
 def _put(
-    whole: Seal,
+    checkpoint: Seal,
     files: Mapping[str, bytes],
     caps: Capabilities,
     known: LogState | None,
@@ -541,14 +541,14 @@ def _put(
         if not left:
             return True
         state = yield from catch_up(known)
-        if not _is_newest(whole, state):
+        if not _is_newest(checkpoint, state):
             return True
         for key, data in list(left.items()):
             etag, there = stand[key]
             if (
                 key.endswith(f"/{METADATA}")
                 and there is not None
-                and not (yield from _may_replace(whole, key, there, state, replaces))
+                and not (yield from _may_replace(checkpoint, key, there, state, replaces))
             ):
                 return False
             try:

@@ -24,7 +24,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive
 from ckptfs.commit.paths import AttemptKeys
 from ckptfs.commit.save.owner_steps import record_abort, undo
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.errors import (
     CkptfsError,
     CollectiveError,
@@ -42,7 +42,7 @@ from ckptfs.errors import (
 from ckptfs.uri import Uri
 
 __all__ = [
-    "NameTaken",
+    "NameConflict",
     "fenced_rather_than_missing",
     "lost_while_sealing",
     "seal_everywhere",
@@ -71,7 +71,7 @@ class _Answer:
     is_sealed: bool = False  # in some domain, whatever happened in the others
 
 
-class NameTaken(CommitConflictError):  # noqa: N818 - an answer, which no caller of a save ever sees
+class NameConflict(CommitConflictError):  # noqa: N818 - an answer, which no caller of a save ever sees
     """Another save took the name while this one was written.
 
     Nothing of this save is sealed or undone.
@@ -79,7 +79,7 @@ class NameTaken(CommitConflictError):  # noqa: N818 - an answer, which no caller
 
 
 def seal_everywhere(
-    seat: Seat,
+    session: RunSession,
     keys: AttemptKeys,
     seal: Seal,
     means: Means,
@@ -91,14 +91,14 @@ def seal_everywhere(
     """Seal the save in every domain. It is committed when this returns. Collective.
 
     Args:
-        seat: The session at the run.
+        session: The session at the run.
         keys: The keys of the attempt.
         seal: The seal.
         means: The domain and its capabilities.
         state: An earlier fold of the log, or None.
         decide: Returns what an owner appends to its log, or why it does not.
         may_try_again: If the name was taken and no domain has the seal, undo nothing and raise
-            NameTaken.
+            NameConflict.
 
     Returns:
         The owner's log with the seal; None on other ranks.
@@ -109,16 +109,16 @@ def seal_everywhere(
         CollectiveError: A rank failed. Certainly not committed.
         CommitInDoubtError: An answer or a rank was lost. The next begin or prepare_run settles it.
     """
-    where = seat.storage.uri(seal.name)
+    where = session.storage.uri(seal.name)
     after: list[LogState] = []
 
     def local() -> _Answer | None:
-        if not seat.placement.is_owner:
+        if not session.placement.is_owner:
             return None
-        return _append(seat, seal, means, state, after, decide=decide)
+        return _append(session, seal, means, state, after, decide=decide)
 
     try:
-        verdict = seat.control.step("seal", local, _judge)
+        verdict = session.control.step("seal", local, _judge)
     except (CollectiveError, ControlPlaneLostError, DeadlineError) as error:
         raise lost_while_sealing(seal.name, where, error) from error
     if verdict.what is _What.SEALED:
@@ -130,9 +130,9 @@ def seal_everywhere(
             hint="nothing was deleted; the next save or prepare_run settles it",
         )
     if may_try_again and verdict.what is _What.CONFLICT and not verdict.is_sealed:
-        raise NameTaken(verdict.message, uri=where)
+        raise NameConflict(verdict.message, uri=where)
     sealed_here = bool(after) and after[0].save(seal.save_id).seal is not None
-    _undo_everywhere(seat, keys, seal, means, sealed_here=sealed_here)
+    _undo_everywhere(session, keys, seal, means, sealed_here=sealed_here)
     raise _failure(verdict, seal, where)
 
 
@@ -146,7 +146,7 @@ def lost_while_sealing(name: str, where: Uri, error: CkptfsError) -> CommitInDou
 
 
 def _append(
-    seat: Seat,
+    session: RunSession,
     seal: Seal,
     means: Means,
     state: LogState | None,
@@ -155,13 +155,13 @@ def _append(
     decide: Callable[[LogState], Body | Refused[Refusal]],
 ) -> _Answer:
     try:
-        outcome = drive(append_here(decide, means, state), seat.storage)
+        outcome = drive(append_here(decide, means, state), session.storage)
     except CommitInDoubtError as error:
         return _Answer(means.domain, _What.IN_DOUBT, str(error))
     except (StorageError, ManifestError) as error:
         # There is a damaged entry before ours: nothing was appended after it.
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        rank, node = seat.control.rank, seat.control.world.node
+        rank, node = session.control.rank, session.control.world.node
         failure = Failure(rank, node, kind, str(error), getattr(error, "errno", None))
         return _Answer(means.domain, _What.FAILED, str(error), failure)
     after.append(outcome.state)
@@ -181,7 +181,7 @@ def _judge(answers: Sequence[_Answer | None]) -> _Answer:
 
 def _failure(verdict: _Answer, seal: Seal, where: object) -> CkptfsError:
     if verdict.what is _What.FENCED:
-        return _taken_over(verdict.message, where)
+        return _fenced_by(verdict.message, where)
     if verdict.what is _What.CONFLICT:
         return CommitConflictError(
             verdict.message, uri=where, hint='choose another name, or if_exists="replace"'
@@ -199,7 +199,7 @@ def _who(fence: Fence) -> str:
     return f"generation {fence.generation.number} (host {fence.host} pid {fence.pid})"
 
 
-def _taken_over(who: str, where: object) -> FencedError:
+def _fenced_by(who: str, where: object) -> FencedError:
     return FencedError(
         f"the run was taken over by {who}",
         uri=where,
@@ -208,7 +208,7 @@ def _taken_over(who: str, where: object) -> FencedError:
 
 
 @contextlib.contextmanager
-def fenced_rather_than_missing(seat: Seat, base: Generation, name: str) -> Iterator[None]:
+def fenced_rather_than_missing(session: RunSession, base: Generation, name: str) -> Iterator[None]:
     """Raise FencedError if files are missing because a newer owner removed them. Collective.
 
     Otherwise a writer that slept through a takeover would get an error about a missing file of its
@@ -221,56 +221,58 @@ def fenced_rather_than_missing(seat: Seat, base: Generation, name: str) -> Itera
             # Before each put of a plain name the log is read, so a single rank may find this out first.
             met = [f for f in error.failures.values() if f.type.endswith(f".{kind.__name__}")]
             if met:
-                raise kind(met[0].message, uri=seat.storage.uri(name)) from error
+                raise kind(met[0].message, uri=session.storage.uri(name)) from error
         if error.all_are(NotFoundError) or error.all_are(StaleError):
-            who = _newer_owner(seat, base)
+            who = _newer_owner(session, base)
             if who is not None:
-                raise _taken_over(who, seat.storage.uri(name)) from error
+                raise _fenced_by(who, session.storage.uri(name)) from error
         raise
 
 
-def _newer_owner(seat: Seat, base: Generation) -> str | None:
+def _newer_owner(session: RunSession, base: Generation) -> str | None:
     def local() -> Fence | None:
-        return drive(catch_up(), seat.storage).fence if seat.placement.is_owner else None
+        return drive(catch_up(), session.storage).fence if session.placement.is_owner else None
 
     def decide(fences: Sequence[Fence | None]) -> str | None:
         newer = [f for f in fences if f is not None and f.generation > base]
         return _who(max(newer, key=lambda f: f.generation)) if newer else None
 
     try:
-        return seat.control.step("taken over?", local, decide)
+        return session.control.step("taken over?", local, decide)
     except CkptfsError as error:
         logger.warning("it is unknown whether a newer owner took the run: %s", error)
         return None
 
 
 def _undo_everywhere(
-    seat: Seat, keys: AttemptKeys, seal: Seal, means: Means, *, sealed_here: bool
+    session: RunSession, keys: AttemptKeys, seal: Seal, means: Means, *, sealed_here: bool
 ) -> None:
     """Abort where the seal is missing. Only then record the abort where the seal is present."""
     try:
-        aborted = seat.control.step("undo", lambda: undo_here(seat, keys, seal.base, means), any)
+        aborted = session.control.step(
+            "undo", lambda: undo_here(session, keys, seal.base, means), any
+        )
         if aborted and len(seal.domains) > 1:
 
             def record() -> None:
-                if seat.placement.is_owner and sealed_here:
-                    drive(record_abort(seal.save_id, means), seat.storage)
-                    seat.touch_log_later()
+                if session.placement.is_owner and sealed_here:
+                    drive(record_abort(seal.save_id, means), session.storage)
+                    session.touch_log_later()
 
-            seat.control.step("record", record)
+            session.control.step("record", record)
     except CkptfsError as error:
         logger.warning("the failed save %s is left to recovery: %s", seal.save_id, error)
 
 
-def undo_here(seat: Seat, keys: AttemptKeys, base: Generation, means: Means) -> bool:
+def undo_here(session: RunSession, keys: AttemptKeys, base: Generation, means: Means) -> bool:
     """Abort the attempt in this domain and remove its bytes. Returns whether it is aborted now.
 
     Only owners do anything.
     """
-    if not seat.placement.is_owner:
+    if not session.placement.is_owner:
         return False
     # If it cannot be undone soon, recovery does it: the caller waits for its error.
     try:
-        return drive(undo(keys, base, means), seat.storage, deadline_s=UNDO_S)
+        return drive(undo(keys, base, means), session.storage, deadline_s=UNDO_S)
     finally:
-        seat.touch_log_later()
+        session.touch_log_later()

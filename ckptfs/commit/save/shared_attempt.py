@@ -63,8 +63,8 @@ from ckptfs.commit.save.planning import SavePlan, origins_of
 from ckptfs.commit.save.projection import discard_source
 from ckptfs.commit.save.sealing import undo_here
 from ckptfs.commit.save.spec import IfExists, SaveSpec, SmallFile, WrittenPart, fresh_ids
-from ckptfs.commit.session import Place, Seat, View, sit_down
-from ckptfs.commit.state import name_taken
+from ckptfs.commit.session import Place, RunSession, View, start_session
+from ckptfs.commit.state import save_named
 from ckptfs.control.control import SoloControl, default_timeout_s
 from ckptfs.errors import (
     AlreadyExistsError,
@@ -169,7 +169,7 @@ class Joined:
     base: The base in the attempt's record.
     """
 
-    seat: Seat
+    session: RunSession
     keys: AttemptKeys
     base: Generation
 
@@ -179,15 +179,15 @@ class Joined:
 
     def open_write(self, file: str) -> DataWriter:
         """Open one file, which will be complete or absent. Its name is durable after ``commit``."""
-        return self.seat.storage.open_write(self.key(file))
+        return self.session.storage.open_write(self.key(file))
 
     def remove(self, file: str) -> None:
         """Remove one file. An absent file is success."""
-        self.seat.storage.remove(self.key(file))
+        self.session.storage.remove(self.key(file))
 
     def files(self) -> list[str]:
         """Return the names of the files that have arrived, without the record."""
-        storage = self.seat.storage
+        storage = self.session.storage
         storage.refresh(self.keys.data)
         record = self.keys.record.rpartition("/")[2]
         return [
@@ -220,10 +220,10 @@ def join_attempt(storage: Storage, name: str, save_id: str) -> Joined:
     Raises:
         FencedError: The id was sealed or aborted before.
     """
-    seat = sit_down(SoloControl(), storage, Place(), write=True)
-    keys = AttemptKeys(seat.caps.shape, name, save_id)
-    program = join(keys, fresh_ids(), exclusive=seat.caps.exclusive_create)
-    return Joined(seat, keys, drive(program, seat.storage))
+    session = start_session(SoloControl(), storage, Place(), write=True)
+    keys = AttemptKeys(session.caps.shape, name, save_id)
+    program = join(keys, fresh_ids(), exclusive=session.caps.exclusive_create)
+    return Joined(session, keys, drive(program, session.storage))
 
 
 def give_up(joined: Joined) -> None:
@@ -232,15 +232,15 @@ def give_up(joined: Joined) -> None:
     Calling it twice is harmless. Do not call it while another process may still write to the
     attempt. Errors are the storage's.
     """
-    means = joined.seat.means()
-    undo_here(joined.seat, joined.keys, joined.base, means)
+    means = joined.session.means()
+    undo_here(joined.session, joined.keys, joined.base, means)
 
 
 class Arrived(Attempt):
     """An attempt with all of its files, in the process that commits it."""
 
-    def __init__(self, seat: Seat, spec: SaveSpec, base: Generation) -> None:
-        super().__init__(seat, spec)
+    def __init__(self, session: RunSession, spec: SaveSpec, base: Generation) -> None:
+        super().__init__(session, spec)
         self._base = base
 
     def _decide(self, answers: Sequence[View | None]) -> SavePlan:
@@ -276,9 +276,11 @@ def open_attempt(joined: Joined, spec: SaveSpec) -> Iterator[Arrived]:
         with _giving_up(joined):
             run = _claimed(joined, spec, stack)
             if run is None:
-                attempt = Arrived(joined.seat, replace(spec, if_exists=IfExists.ERROR), joined.base)
+                attempt = Arrived(
+                    joined.session, replace(spec, if_exists=IfExists.ERROR), joined.base
+                )
             else:
-                attempt = Arrived(run.seat, replace(spec, run=run.generation), joined.base)
+                attempt = Arrived(run.session, replace(spec, run=run.generation), joined.base)
             attempt.begin()
         try:
             yield attempt
@@ -301,12 +303,12 @@ def _giving_up(joined: Joined) -> Iterator[None]:
 def _claimed(joined: Joined, spec: SaveSpec, stack: contextlib.ExitStack) -> Run | None:
     if spec.if_exists is not IfExists.REPLACE:
         return None
-    view = {joined.seat.placement.mine.id: drive(catch_up(), joined.seat.storage)}
-    if name_taken(spec.name, view) is None:
+    view = {joined.session.placement.mine.id: drive(catch_up(), joined.session.storage)}
+    if save_named(spec.name, view) is None:
         return None
     keep, call = (joined.keys.save_id,), "a write by URL"
     caller = Caller(call, for_call=True, wait_s=default_timeout_s())
-    run = claim(joined.seat, takeover=Takeover.DEAD, keep=keep, caller=caller)
+    run = claim(joined.session, takeover=Takeover.DEAD, keep=keep, caller=caller)
     return stack.enter_context(run)
 
 
@@ -351,7 +353,7 @@ class ResumableAttempt(Attempt):
         """
         super().begin()
         if self.spec.run is None:
-            base = self.seat.control.step("base", lambda: self._base, _first)
+            base = self.session.control.step("base", lambda: self._base, _first)
             self._plan = dataclasses.replace(self._planned, base=base)
 
     def _begin(self) -> tuple[str, ...]:
@@ -369,10 +371,10 @@ class ResumableAttempt(Attempt):
         self,
         parts: list[WrittenPart],
         finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
-        kept: dict[str, SmallFile],
+        small: dict[str, SmallFile],
     ) -> Gathered:
-        gathered = super()._gather(parts, finish, kept)
-        mine = kept[MANIFEST]
+        gathered = super()._gather(parts, finish, small)
+        mine = small[MANIFEST]
         if not isinstance(mine, bytes):
             raise TypeError("one domain has one manifest")
         exclusive = self._means.caps.exclusive_create
@@ -388,7 +390,7 @@ class ResumableAttempt(Attempt):
                 hint="finish it with that version, or remove what is left of it: ckptfs gc "
                 "--delete",
             )
-        kept[MANIFEST] = theirs
+        small[MANIFEST] = theirs
         digest, origins = digest_of(theirs), origins_of(manifest)
         return dataclasses.replace(gathered, digest=digest, origins=origins)
 
@@ -429,11 +431,11 @@ def _once(key: str, data: bytes, exclusive: bool) -> Program[bytes]:  # noqa: FB
             yield Create(key, data, staging_key(next(fresh_ids())))
             return data
     except (AlreadyExistsError, AnswerLostError):
-        return (yield from _until_there(key, data))
+        return (yield from _until_present(key, data))
     return data
 
 
-def _until_there(key: str, data: bytes) -> Program[bytes]:
+def _until_present(key: str, data: bytes) -> Program[bytes]:
     """Return the file's bytes once it exists.
 
     After a lost answer the create may not have been done, so it is repeated.

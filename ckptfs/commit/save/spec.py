@@ -36,7 +36,7 @@ class IfExists(ArgumentChoice, parameter="if_exists"):
     REPLACE = "replace"  # the old one stays until the new one is committed
 
 
-def whole_step(step: int) -> int:
+def checked_step(step: int) -> int:
     """Return the step as Python's own int; those of numpy and torch are accepted.
 
     Raises:
@@ -96,7 +96,7 @@ class SaveSpec:
         A copy of a save keeps the step that it has.
         """
         if self.step is not None and not isinstance(self.step, float):
-            object.__setattr__(self, "step", whole_step(self.step))
+            object.__setattr__(self, "step", checked_step(self.step))
 
 
 @dataclass(frozen=True, slots=True)

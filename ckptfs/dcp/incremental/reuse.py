@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ckptfs.commit.catalog.catalog import Found, find
-from ckptfs.commit.delete.shared_data import file_key, is_there, link_file
+from ckptfs.commit.delete.shared_data import file_exists, file_key, link_file
 from ckptfs.commit.digests import BLOCK_SIZE_BYTES, ItemDigests, decode_digests, first_bad_block
 from ckptfs.commit.log.entries import Seal
 from ckptfs.commit.manifest import FileRecord
@@ -579,7 +579,7 @@ def _linked(base: Base, held: HeldFile, site: Site, path: str) -> HeldFile | Non
 def _listed(held: HeldFile, site: Site) -> HeldFile | None:
     """Return the base's file with its key; None if it is missing or has another size."""
     try:
-        if drive(is_there(held.record), site.storage):
+        if drive(file_exists(held.record), site.storage):
             return HeldFile(
                 dataclasses.replace(held.record, domain=site.domain),
                 dataclasses.replace(held.sidecar, domain=site.domain),

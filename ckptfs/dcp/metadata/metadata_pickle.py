@@ -369,11 +369,11 @@ class _Machine:
         self.known.add(raws)
         return True
 
-    def chunks(self, pattern: re.Pattern[bytes], at: int, got: bytes, is_kept: bool) -> int:  # noqa: FBT001
+    def chunks(self, pattern: re.Pattern[bytes], at: int, got: bytes, is_memoized: bool) -> int:  # noqa: FBT001
         """Make chunks with their offsets and sizes."""
         data, end, count = self.data, 0, 0
         while found := pattern.match(data, at):
-            made = self.chunk(found.groups(), is_kept)
+            made = self.chunk(found.groups(), is_memoized)
             if made is None:
                 break
             self.stack.append(made)
@@ -381,7 +381,7 @@ class _Machine:
             if not data.startswith(got, end):
                 break
             count += 1
-            if count == _WORTH_A_TRY and not is_kept:
+            if count == _WORTH_A_TRY and not is_memoized:
                 end = self.many_chunks(
                     RecordColumns(data, at - len(got), found, _CHUNK_COLUMNS), end
                 )
@@ -400,7 +400,7 @@ class _Machine:
             at += count * alike.length
         return at
 
-    def chunk(self, groups: tuple[Any, ...], is_kept: bool) -> Chunk | None:  # noqa: FBT001
+    def chunk(self, groups: tuple[Any, ...], is_memoized: bool) -> Chunk | None:  # noqa: FBT001
         """Return a chunk; None if it does not have the usual form."""
         one, size, raw, two, size_too, raw_too = groups
         raws = (one, size, two, size_too)
@@ -408,7 +408,7 @@ class _Machine:
             return None
         offsets, sizes = self.numbers[raw], self.numbers[raw_too]
         made = _new(Chunk, (offsets, sizes))
-        if is_kept:
+        if is_memoized:
             if offsets and sizes:
                 kept = (made, _HIDDEN, offsets, _HIDDEN, offsets, sizes, _HIDDEN, sizes)
                 self.memo += kept
@@ -422,7 +422,7 @@ class _Machine:
         """Add to the memo what a pickler keeps of a torch.Size: numbers, arguments, and the size."""
         self.memo += (_HIDDEN, numbers) if raw == b")" else (numbers, _HIDDEN, numbers)
 
-    def tensor(self, pattern: re.Pattern[bytes], at: int, _: bytes, is_kept: bool) -> int:  # noqa: FBT001
+    def tensor(self, pattern: re.Pattern[bytes], at: int, _: bytes, is_memoized: bool) -> int:  # noqa: FBT001
         """Make a tensor's properties and size, and the list for its chunks.
 
         If there is one chunk, which is the usual case, make the whole tensor.
@@ -431,23 +431,23 @@ class _Machine:
         if found is None:
             return 0
         end = found.end()
-        parts = None if is_kept else self.tensors.get(self.data[at:end])
+        parts = None if is_memoized else self.tensors.get(self.data[at:end])
         if parts is None:
-            parts = self.tensor_parts(found, is_kept)
+            parts = self.tensor_parts(found, is_memoized)
             if parts is None:
                 return 0
-            if not is_kept:  # the same bytes have the same meaning when they occur again
+            if not is_memoized:  # the same bytes have the same meaning when they occur again
                 self.tensors[self.data[at:end]] = parts
         state, size, raw, chunk = parts
         properties, made, fields = Object(PROPERTIES, state), Object(TENSOR), Dict()
         chunks: list[Any] = [] if chunk is None else [chunk]
-        if is_kept:
+        if is_memoized:
             self.memo += (made, fields, properties, state)
             self.keep_size(raw, size)
             self.memo.append(chunks)
             groups = found.groups()
             if groups[13] and self.got(groups[13]) is CHUNK:
-                chunk = self.chunk(groups[14:20], is_kept)
+                chunk = self.chunk(groups[14:20], is_memoized)
                 if chunk is not None:
                     chunks.append(chunk)
         filled = ("properties", properties, "size", size, "chunks", chunks)
@@ -462,7 +462,7 @@ class _Machine:
         stack += filled
         return found.end(TENSOR_HEAD)
 
-    def tensor_parts(self, found: re.Match[bytes], is_kept: bool) -> tuple[Any, ...] | None:  # noqa: FBT001
+    def tensor_parts(self, found: re.Match[bytes], is_memoized: bool) -> tuple[Any, ...] | None:  # noqa: FBT001
         """Return the state of the properties, the size, the size's opcodes, and the only chunk.
 
         The chunk is made only if nothing is kept in the memo. None if the tensor does not have the usual
@@ -474,7 +474,7 @@ class _Machine:
         if raws not in self.known and not self.are(raws, _TENSOR_NAMES):
             return None
         size = self.numbers[raw]
-        if is_kept:
+        if is_memoized:
             parts = (first, second, flag, fourth, flag_too)
             state = self.states.get(parts)
             if state is None:
@@ -487,14 +487,14 @@ class _Machine:
             return None
         chunk = None
         if groups[13] and self.got(groups[13]) is CHUNK:
-            chunk = self.chunk(groups[14:20], is_kept)
+            chunk = self.chunk(groups[14:20], is_memoized)
         return state, size, raw, chunk
 
-    def items(self, pattern: re.Pattern[bytes], at: int, got: bytes, is_kept: bool) -> int:  # noqa: FBT001
+    def items(self, pattern: re.Pattern[bytes], at: int, got: bytes, is_memoized: bool) -> int:  # noqa: FBT001
         """Make the indexes of items, and their places."""
         data, stack, memo, known = self.data, self.stack, self.memo, self.known
         numbers, ints = self.numbers, self.ints
-        last = -1 if is_kept else None
+        last = -1 if is_memoized else None
         end = count = 0
         while found := pattern.match(data, at):
             groups = found.groups()
@@ -509,7 +509,7 @@ class _Machine:
             file = str(path[2:last], "utf-8", "surrogatepass") if is_new_path else self.got(path)
             index = _new(Index, (name, begin, ints[number]))
             place = _new(Place, (file, ints[offset], ints[length]))
-            if is_kept:
+            if is_memoized:
                 memo += (index, _HIDDEN, name) if is_new else (index, _HIDDEN)
                 if begin:
                     memo += (begin, _HIDDEN, begin)
@@ -521,7 +521,7 @@ class _Machine:
             if not data.startswith(got, end):
                 break
             count += 1
-            if count == _WORTH_A_TRY and not is_kept and not (is_new or is_new_path):
+            if count == _WORTH_A_TRY and not is_memoized and not (is_new or is_new_path):
                 alike = RecordColumns(data, at - len(got), found, _ITEM_COLUMNS)
                 end = self.many_items(alike, end, has_begin=begin is not None)
                 count = 0

@@ -8,7 +8,7 @@ An ``Inventory`` answers by key:
     inventory.tensor(key)            SavedTensor: sizes, dtype, boxes of the chunks; None for an object
     inventory.place(key, offsets)    the file, the offset and the length of an item
 
-    Whole      over torch's objects
+    TorchInventory  over torch's objects
     Columns    over the decoded contents of a file
     Renamed    over either: a rank's own keys (per_rank=) under their plain names
 
@@ -79,7 +79,7 @@ __all__ = [
     "Place",
     "Renamed",
     "SavedTensor",
-    "Whole",
+    "TorchInventory",
     "decode_metadata",
     "nowhere",
     "read_inventory",
@@ -129,7 +129,7 @@ class Inventory(Protocol):
         """Return all of it as torch's objects, which are made now."""
 
 
-class Whole:
+class TorchInventory:
     """Metadata that exists as torch's objects."""
 
     def __init__(self, metadata: Metadata) -> None:

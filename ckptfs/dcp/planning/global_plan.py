@@ -76,7 +76,7 @@ Place = tuple[str, int, int]  # path relative to the step directory, offset, len
 def copies_for(
     domains: Sequence[Sequence[int]],
     held: Sequence[Sequence[tuple[Item, int]]],
-    kept: Sequence[set[Item]],
+    available: Sequence[set[Item]],
 ) -> list[set[Item]]:
     """Return what each rank writes in addition, so that no domain lacks what its ranks hold.
 
@@ -86,7 +86,7 @@ def copies_for(
         domains: The ranks of each domain.
         held: Per rank, everything that it could write, with sizes in bytes. An item is any value that is equal
             on all ranks that have it.
-        kept: Per rank, what it writes already.
+        available: Per rank, what it writes already.
 
     Returns:
         Per rank, the additional items.
@@ -95,9 +95,9 @@ def copies_for(
     if len(domains) < 2:  # noqa: PLR2004
         return extra
     sizes = {index: size for items in held for index, size in items}
-    load = [sum(sizes[index] for index in mine if index in sizes) for mine in kept]
+    load = [sum(sizes[index] for index in mine if index in sizes) for mine in available]
     for ranks in domains:
-        here = set().union(*(kept[rank] for rank in ranks))
+        here = set().union(*(available[rank] for rank in ranks))
         holders: dict[Item, list[int]] = defaultdict(list)
         for rank in ranks:
             for index, _ in held[rank]:
@@ -522,7 +522,7 @@ def _planned_bytes(table: Table, rows: Ints) -> Ints:
     return planned
 
 
-def _copies(table: Table, groups: Ints, kept: Flags, domains: Sequence[Sequence[int]]) -> Flags:
+def _copies(table: Table, groups: Ints, chosen: Flags, domains: Sequence[Sequence[int]]) -> Flags:
     """Return what ranks write in addition, so that no domain lacks what its ranks hold."""
     extra = np.zeros(len(groups), np.bool_)
     if len(domains) < 2:  # noqa: PLR2004
@@ -538,7 +538,7 @@ def _copies(table: Table, groups: Ints, kept: Flags, domains: Sequence[Sequence[
     for row in shared.tolist():
         rank, group = int(table.ranks[row]), int(groups[row])
         held[rank].append((group, int(sizes[row])))
-        if kept[row]:
+        if chosen[row]:
             keeps[rank].add(group)
     more = copies_for(domains, held, keeps)
     for row in shared.tolist():
@@ -554,7 +554,7 @@ def _used(table: Table) -> Flags:
     return np.asarray(np.arange(table.lengths.shape[1]) < dims[:, None], np.bool_)
 
 
-def _refuse_broken(table: Table, kept: Flags, keyed: Ints, bounds: Ints) -> None:
+def _refuse_broken(table: Table, chosen: Flags, keyed: Ints, bounds: Ints) -> None:
     """Raise StateError, with stock's message, for keys with pieces that do not make one tensor."""
     suspects = _suspects(table, keyed, bounds)
     if not len(suspects):
@@ -562,7 +562,7 @@ def _refuse_broken(table: Table, kept: Flags, keyed: Ints, bounds: Ints) -> None
     odd = np.zeros(len(table.names), np.bool_)
     odd[table.keys[keyed[bounds[suspects]]]] = True
     plans = [
-        SavePlan([table.item(row) for row in range(a, b) if kept[row] and odd[table.keys[row]]])
+        SavePlan([table.item(row) for row in range(a, b) if chosen[row] and odd[table.keys[row]]])
         for a, b in itertools.pairwise(table.starts.tolist())
     ]
     try:

@@ -721,40 +721,40 @@ class _Plain:
 def fingerprint_of(value: object) -> int:
     """Return 64 bits that are equal on all ranks that have an equal value."""
     state = xxhash.xxh3_64()
-    _feed(state, value)
+    _update_hash(state, value)
     return state.intdigest()
 
 
-def _feed(state: xxhash.xxh3_64, value: object) -> None:
+def _update_hash(state: xxhash.xxh3_64, value: object) -> None:
     kind = type(value)
     if isinstance(value, Leaf):
-        return None if value.any_rank else _feed(state, value.value)
+        return None if value.any_rank else _update_hash(state, value.value)
     if kind in _ATOMS or kind in _NAMED:
         return state.update(f"{kind.__name__} {value!r};".encode("utf-8", "surrogatepass"))
     if isinstance(value, torch.Tensor):
-        return _feed_tensor(state, value)
+        return _update_hash_tensor(state, value)
     state.update(f"{kind.__module__}.{kind.__qualname__}(".encode())
     if isinstance(value, (bytes, bytearray)):
         return state.update(b"%d:" % len(value) + value)
     if kind in (list, tuple, collections.deque):
-        return _feed_parts(state, map(fingerprint_of, value))  # type: ignore[call-overload]
+        return _update_hash_parts(state, map(fingerprint_of, value))  # type: ignore[call-overload]
     if kind in (set, frozenset):
-        return _feed_parts(state, sorted(map(fingerprint_of, value)))  # type: ignore[call-overload]
+        return _update_hash_parts(state, sorted(map(fingerprint_of, value)))  # type: ignore[call-overload]
     if kind in (dict, collections.Counter, collections.defaultdict):
-        return _feed_parts(state, sorted(map(fingerprint_of, value.items())))  # type: ignore[attr-defined]
+        return _update_hash_parts(state, sorted(map(fingerprint_of, value.items())))  # type: ignore[attr-defined]
     if kind is collections.OrderedDict:
-        return _feed_parts(state, map(fingerprint_of, value.items()))  # type: ignore[attr-defined]
+        return _update_hash_parts(state, map(fingerprint_of, value.items()))  # type: ignore[attr-defined]
     if isinstance(value, np.ndarray) and value.dtype != object:
         return state.update(f"{value.dtype.str}{value.shape}".encode() + value.tobytes())
     return state.update(_unshared_pickle(value))
 
 
-def _feed_parts(state: xxhash.xxh3_64, parts: Iterable[int]) -> None:
+def _update_hash_parts(state: xxhash.xxh3_64, parts: Iterable[int]) -> None:
     for part in parts:
         state.update(part.to_bytes(8, "little"))
 
 
-def _feed_tensor(state: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
+def _update_hash_tensor(state: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
     state.update(f"Tensor {tensor.dtype} {tuple(tensor.shape)};".encode())
     if check_tensor(tensor) is not None:
         return  # the planner refuses it by its key; there is nothing to compare

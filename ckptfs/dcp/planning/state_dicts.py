@@ -370,16 +370,16 @@ def view_for(
     return renamed_metadata(metadata, mine) if mine else metadata
 
 
-def renamed_metadata(metadata: Metadata, mine: Mapping[str, str]) -> Metadata:
+def renamed_metadata(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
     """Return the metadata with other names for some keys (old name -> new name)."""
     paths: Mapping[str, Path] | None = metadata.planner_data
     return dataclasses.replace(
         metadata,
-        state_dict_metadata={mine.get(k, k): v for k, v in metadata.state_dict_metadata.items()},
+        state_dict_metadata={names.get(k, k): v for k, v in metadata.state_dict_metadata.items()},
         planner_data=paths
-        and {mine.get(k, k): _unmarked_path(v) if k in mine else v for k, v in paths.items()},
+        and {names.get(k, k): _unmarked_path(v) if k in names else v for k, v in paths.items()},
         storage_data={
-            MetadataIndex(mine.get(i.fqn, i.fqn), i.offset, i.index): info
+            MetadataIndex(names.get(i.fqn, i.fqn), i.offset, i.index): info
             for i, info in metadata.storage_data.items()
         },
     )

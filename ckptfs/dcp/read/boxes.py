@@ -45,7 +45,7 @@ def pieces_of(
     lengths: Sequence[int],
     window: int,
     *,
-    whole: bool,
+    full: bool,
     hole: int | None = None,
 ) -> Iterator[Piece]:
     """Cut a box of a row-major chunk into pieces that are read one by one.
@@ -57,7 +57,7 @@ def pieces_of(
         offsets: Where the box begins in the chunk.
         lengths: The sizes of the box.
         window: How many elements a piece may span.
-        whole: Whether contiguous pieces may be longer than the window.
+        full: Whether contiguous pieces may be longer than the window.
         hole: How many unused elements between two rows a piece may span. None: any number.
 
     Yields:
@@ -69,7 +69,7 @@ def pieces_of(
         start = sum((o + a) * s for o, a, s in zip(offsets, at, strides, strict=True))
         stop = start + 1 + sum((n - 1) * s for n, s in zip(box, strides, strict=True))
         piece = Piece(start, stop, at, box)
-        if whole and piece.is_contiguous:
+        if full and piece.is_contiguous:
             yield piece
             return
         apart = _widest_hole(box, strides)

@@ -61,12 +61,12 @@ __all__ = [
     "Verify",
     "Want",
     "blob_cuts",
+    "block_range",
     "open_data",
     "payload_cuts",
     "read_digests",
     "run_request",
     "verify_file",
-    "whole_blocks",
 ]
 
 _TOGETHER = (
@@ -235,7 +235,7 @@ def payload_cuts(
         if low < high:
             edges.update((low, high))
     if rounded:
-        needed = (whole_blocks(start, stop, length) for start, stop in needed)
+        needed = (block_range(start, stop, length) for start, stop in needed)
     cuts = sorted(edges)
     at = 0
     for low, high in _merged(needed):
@@ -264,7 +264,7 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield low, high
 
 
-def whole_blocks(start: int, stop: int, length: int) -> tuple[int, int]:
+def block_range(start: int, stop: int, length: int) -> tuple[int, int]:
     """Return the range of the blocks that contain bytes ``start`` to ``stop`` of a payload."""
     return start - start % BLOCK_SIZE_BYTES, min(stop + -stop % BLOCK_SIZE_BYTES, length)
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfs import _torch
-from ckptfs.dcp.metadata.metadata_reader import Inventory, SavedTensor, Whole
+from ckptfs.dcp.metadata.metadata_reader import Inventory, SavedTensor, TorchInventory
 from ckptfs.dcp.planning.leaves import WAYS_OUT, Objects, load_leaf
 from ckptfs.dcp.planning.state_dicts import Path, containers, flat_to_load, listed, unmarked_key
 from ckptfs.dcp.python_gc import gc_paused
@@ -145,7 +145,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """Return what this rank reads. All ranks. StateError names every key that does not fit."""
         assert self.metadata is not None  # noqa: S101 - torch gives it to set_up_planner
         with gc_paused():
-            self._ask_for_whole(Whole(self.metadata))
+            self._request_tensors(TorchInventory(self.metadata))
         with gc_paused(), self._as_flattened():
             try:
                 plan = super().create_local_plan()
@@ -167,7 +167,7 @@ class LoadPlanner(DefaultLoadPlanner):
             keys = inventory.keys
             self.missing = self._not_in(keys)
             if len(self.state_dict) - len(self.missing) < len(keys):
-                self._ask_for_whole(inventory)
+                self._request_tensors(inventory)
                 self.missing = self._not_in(keys)
             if self.missing and len(self.state_dict) - len(self.missing) < len(keys):
                 # Some requested keys were not saved, and some saved keys are not requested: they may
@@ -184,7 +184,7 @@ class LoadPlanner(DefaultLoadPlanner):
             self._zero_missing()
             return reads
 
-    def _ask_for_whole(self, inventory: Inventory) -> None:
+    def _request_tensors(self, inventory: Inventory) -> None:
         """Request a dict or a list as a whole if it was saved as one object.
 
         A manager saves the states of objects like this, empty ones too. Flattening an empty one leaves no key
@@ -338,7 +338,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _check(self) -> None:
         assert self.metadata is not None  # noqa: S101 - torch's own base class has checked it
-        self._refuse(Whole(self.metadata))
+        self._refuse(TorchInventory(self.metadata))
 
     def _refuse(self, inventory: Inventory) -> None:
         """Raise StateError that names every key that does not fit."""

@@ -31,7 +31,7 @@ from ckptfs.dcp.read.boxes import narrowed, pieces_of, pieces_within, strides_of
 from ckptfs.dcp.read.data_file import Cutting, DataFile, Owner, Want, blob_cuts, payload_cuts
 from ckptfs.dcp.read.read_plan import Read
 from ckptfs.dcp.write.file_layout import frame, matches
-from ckptfs.dcp.write.host_memory import memory_of, tensor_over
+from ckptfs.dcp.write.host_memory import memory_of, tensor_view
 from ckptfs.errors import CkptfsError
 
 __all__ = [
@@ -267,7 +267,7 @@ class _Place:
                 read.box_offsets,
                 read.box_lengths,
                 max(1, cutting.window // size),
-                whole=True,
+                full=True,
                 hole=hole // size,
             )
         ]
@@ -285,7 +285,7 @@ class _Place:
         assert read.dtype is not None  # noqa: S101 - an object is no part of a tensor
         size = read.dtype.itemsize
         begin, end = low // size, (low + len(data)) // size
-        flat = tensor_over(data, read.dtype)
+        flat = tensor_view(data, read.dtype)
         strides = strides_of(read.sizes)
         for piece in pieces_within(read.sizes, read.box_offsets, read.box_lengths, begin, end):
             values = flat.as_strided(piece.lengths, strides, piece.start - begin)

@@ -204,7 +204,7 @@ class Work:
             if group[0].dtype is None:
                 for read in group:
                     self._read_object(reading, read)
-            elif len(group) > 1 or not self._read_whole(reading, group[0]):
+            elif len(group) > 1 or not self._read_file(reading, group[0]):
                 self._read_tensor(reading, [(read, self._targets.target(read)) for read in group])
             if self._items:
                 self._commit()
@@ -220,7 +220,7 @@ class Work:
 
     # -- one item ----------------------------------------------------------------------
 
-    def _read_whole(self, reading: _Reading, read: Read) -> bool:
+    def _read_file(self, reading: _Reading, read: Read) -> bool:
         """Read a tensor that is requested as it was saved: the usual case in most checkpoints.
 
         Returns False, without having done anything, if ``read`` is not such a tensor.

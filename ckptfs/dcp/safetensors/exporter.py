@@ -219,13 +219,13 @@ class FileWriter:
     def __init__(self, attempt: Attempt, planned: PlannedExport) -> None:
         self._attempt = attempt
         self._planned = planned
-        is_object = attempt.seat.caps.shape is Shape.OBJECT
+        is_object = attempt.session.caps.shape is Shape.OBJECT
         self._guard = PlainNames(attempt) if is_object else None
-        self._domain = None if is_object else attempt.seat.placement.mine.id
+        self._domain = None if is_object else attempt.session.placement.mine.id
         self._items: queue.Queue[_Item | None] = queue.Queue(maxsize=1)
         self._error: BaseException | None = None
         self._records: list[FileRecord] = []
-        rank = attempt.seat.control.rank
+        rank = attempt.session.control.rank
         self._mine = [n for n, file in enumerate(planned.files) if file.owner == rank]
         self._ended = threading.Event()
         self._thread = threading.Thread(
@@ -507,7 +507,7 @@ class Export:
         A rank that fails to write its files continues to gather, because the others need it for theirs.
         """
         started = time.perf_counter()
-        rank = self._attempt.seat.control.rank
+        rank = self._attempt.session.control.rank
         files = self._planned.files
         self._attempt.storage.make_dir(self._attempt.directory)
         with FileWriter(self._attempt, self._planned) as mine, torch.no_grad():

@@ -127,21 +127,23 @@ def read_layout(storage: Storage, found: Found, verify: Verify) -> Layout:
     source = Source(storage, found.home, sidecars, verify)
     with Threads(min(_AT_ONCE, len(names)), "ckptfs-header") as pool:
         headers = dict(zip(names, pool.map(lambda n: _read_header(source, n), names), strict=True))
-    return _laid_out(headers, weight_map, where)
+    return _checked_layout(headers, weight_map, where)
 
 
 def read_file_layout(source: Source, name: str) -> Layout:
     """Read the tensors of one file by itself. Local. Errors as for ``read_layout``."""
-    return _laid_out({name: _read_header(source, name)}, None, source.storage.uri(source.home))
+    return _checked_layout(
+        {name: _read_header(source, name)}, None, source.storage.uri(source.home)
+    )
 
 
-def with_aliases(layout: Layout, asked: Iterable[str]) -> Layout:
+def with_aliases(layout: Layout, keys: Iterable[str]) -> Layout:
     """Return the layout with tied tensors under the keys that are requested.
 
-    ``asked`` are the keys that the ranks of a load request. If no key of a tied group is requested, the group
+    ``keys`` are the keys that the ranks of a load request. If no key of a tied group is requested, the group
     keeps its stored key.
     """
-    wanted = set(asked)
+    wanted = set(keys)
     groups: dict[str, list[str]] = defaultdict(list)
     for alias, kept in layout.aliases.items():
         groups[kept].append(alias)
@@ -182,7 +184,7 @@ def _read_header(source: Source, name: str) -> Header:
     return header
 
 
-def _laid_out(
+def _checked_layout(
     headers: Mapping[str, Header], weight_map: Mapping[str, str] | None, where: object
 ) -> Layout:
     found: dict[str, list[_Chunk]] = defaultdict(list)

@@ -259,7 +259,7 @@ class HostBuffers:
         _check(bound_bytes)
         with self._lock():
             self._bound = bound_bytes
-            if not self._make_room(0):
+            if not self._evict(0):
                 self._stop_touching()
             self._changed.notify_all()
 
@@ -292,7 +292,7 @@ class HostBuffers:
             self._check_size(size_bytes)
             while (slab := self._take(size_bytes)) is None:
                 # A piece that is being touched is taken as it is, or freed, once its thread has left it.
-                if self._stop_touching() or not self._make_room(size_bytes):
+                if self._stop_touching() or not self._evict(size_bytes):
                     self._changed.wait()
                     self._check_size(size_bytes)  # after a resize the wait might never end
                     continue
@@ -355,7 +355,7 @@ class HostBuffers:
             return None
         self._stop_touching()  # smaller pieces were for another state
         self._drop_unused()
-        if not self._make_room(size_bytes):
+        if not self._evict(size_bytes):
             return None
         slab = _Slab(size_bytes)
         slab.is_unused = True
@@ -406,7 +406,7 @@ class HostBuffers:
         self._idle.remove(best)
         return best
 
-    def _make_room(self, size_bytes: int) -> bool:
+    def _evict(self, size_bytes: int) -> bool:
         """Drop idle pieces until ``size_bytes`` more fit under the bound; return whether they do."""
         while self._idle and self._held() + size_bytes > self.bound_bytes:
             self._idle.pop(0)

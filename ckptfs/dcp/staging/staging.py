@@ -370,18 +370,18 @@ def _take(state_dict: Mapping[str, Any], *, compare_ranks: bool) -> _FlatState:
 
 
 def _copied(
-    taken: _FlatState, buffers: HostBuffers, pending: PendingSave, *, compare_ranks: bool
+    state: _FlatState, buffers: HostBuffers, pending: PendingSave, *, compare_ranks: bool
 ) -> Staged:
     """Copy everything if it fits the bound; else leave the tensors to ``Staged.wait``."""
     with gc_paused():
-        packing = pack(taken.tensors)
-    leaves_bytes = sum(leaf.getbuffer().nbytes for leaf in taken.leaves.values())
+        packing = pack(state.tensors)
+    leaves_bytes = sum(leaf.getbuffer().nbytes for leaf in state.leaves.values())
     room = max(0, buffers.bound_bytes - leaves_bytes)
     fits = packing.size_bytes <= room
     # In both cases the memory is borrowed before the save is queued: a save that waited for buffers
     # after its turn had come could wait for one that is queued behind it.
     lease = buffers.lease(packing.size_bytes if fits else room, pinned=packing.on_device)
-    staged = Staged(taken, pending, lease, room, compare_ranks=compare_ranks)
+    staged = Staged(state, pending, lease, room, compare_ranks=compare_ranks)
     try:
         is_fresh = not lease.is_touched and packing.size_bytes >= _FRESH_BYTES
         if fits and is_fresh and not packing.on_device:  # page-locked memory is touched already
@@ -395,7 +395,7 @@ def _copied(
     return staged
 
 
-class _Over(Exception):  # noqa: N818 - not an error: everything that had to be read was read
+class _SaveEnded(Exception):  # noqa: N818 - not an error: everything that had to be read was read
     """The save is over on this rank."""
 
 
@@ -411,7 +411,7 @@ class Staged:
 
     def __init__(
         self,
-        taken: _FlatState,
+        state: _FlatState,
         pending: PendingSave,
         lease: Lease | None = None,
         room_bytes: int = 0,
@@ -423,12 +423,12 @@ class Staged:
         self.planner = SavePlanner(compare_ranks=compare_ranks)
         self.size_bytes = 0
         self.complete = False
-        self._taken = taken
+        self._taken = state
         self._pending = pending
         self._lease = lease
         self._news = threading.Condition()
         self._ready: dict[Any, torch.Tensor] = {}
-        self._live: _Tensors | None = dict(taken.tensors)  # None: the caller's tensors are not read
+        self._live: _Tensors | None = dict(state.tensors)  # None: the caller's tensors are not read
         self._room_bytes = room_bytes
         self._used_bytes = 0
         self._taken_on = False
@@ -477,7 +477,7 @@ class Staged:
                     self._copying = False
                     self._news.notify_all()
             with self._news:
-                self.complete = not self._live or isinstance(self._over, _Over)
+                self.complete = not self._live or isinstance(self._over, _SaveEnded)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -707,7 +707,7 @@ class Staged:
 
     def close(self) -> None:
         """End the save on this rank; nothing is read any more. Calling this twice does no harm."""
-        self.give_up(_Over())
+        self.give_up(_SaveEnded())
         with self._news:
             self._news.wait_for(lambda: not self._filling)  # a piece at most
             self._ready = {}

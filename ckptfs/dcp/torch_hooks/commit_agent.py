@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 from ckptfs.commit.ownership.run import Caller
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import Committed, SaveSpec, SmallFile, WrittenPart
-from ckptfs.commit.session import Common, Place, agree_uri, open_seat, step_of
+from ckptfs.commit.session import Common, Place, agree_uri, open_session, step_of
 from ckptfs.control.control import Control, SoloControl
 from ckptfs.control.tcpstore_client import StoreClient, wait_for
 from ckptfs.control.tcpstore_control import StoreControl
@@ -45,7 +45,7 @@ from ckptfs.control.world import World
 from ckptfs.errors import DeadlineError, StateError
 from ckptfs.uri import Uri
 
-__all__ = ["Begun", "Handover", "SaveOrder", "Task", "hire", "send_orders"]
+__all__ = ["Begun", "Handover", "SaveOrder", "Task", "send_orders", "start_agent"]
 
 logger = logging.getLogger("ckptfs.dcp")
 
@@ -75,7 +75,7 @@ class Begun:
 class Task:
     """What the user asked for.
 
-    It is equal on all ranks, except for ``common``, which all seats of this process at a held run share.
+    It is equal on all ranks, except for ``common``, which all sessions of this process at a held run share.
     """
 
     uri: str | os.PathLike[str] | Uri
@@ -150,7 +150,7 @@ _HANDOVERS: weakref.WeakSet[Handover] = weakref.WeakSet()  # this process's; age
 _LOCK = threading.Lock()
 
 
-def hire(task: Task, rank: int, store: Any, *, coordinator: bool) -> Handover:
+def start_agent(task: Task, rank: int, store: Any, *, coordinator: bool) -> Handover:
     """Start this rank's agent. Local; all ranks but the coordinator write one key of the store.
 
     ``store`` is a c10d store that the ranks share; None if this process is alone.
@@ -279,18 +279,18 @@ def _open_control(handover: Handover, order: SaveOrder, store: Any) -> Control:
 def _save(handover: Handover, control: Control, stack: contextlib.ExitStack) -> Committed:
     task = handover.task
     target = agree_uri(control, task.uri)
-    seat = stack.enter_context(
-        open_seat(target.parent, control, task.place, write=True, common=task.common)
+    session = stack.enter_context(
+        open_session(target.parent, control, task.place, write=True, common=task.common)
     )
     spec = replace(task.spec, name=target.name, step=step_of(target.name, task.spec.step))
     # torch's hooks wait for the attempt's begin, for up to timeout_s. This ends before, so that their
     # error says who has the run.
     wait_s = max(task.timeout_s - _TELLING_S, task.timeout_s / 2)
     caller = Caller("a StorageWriter", handover.is_given_up, for_call=True, wait_s=wait_s)
-    attempt = Attempt(seat, spec, caller)
+    attempt = Attempt(session, spec, caller)
     try:
         attempt.begin()
-        handover.begun.set_result(Begun(attempt, seat.placement.mine.id))
+        handover.begun.set_result(Begun(attempt, session.placement.mine.id))
         return attempt.commit(
             lambda: handover.wait(handover.part, "write_data"),
             lambda _: handover.wait(handover.files, "the coordinator's finish"),

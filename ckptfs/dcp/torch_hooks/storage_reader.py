@@ -26,7 +26,7 @@ from torch.futures import Future
 from ckptfs import _torch
 from ckptfs.commit.catalog.catalog import Found
 from ckptfs.commit.catalog.locate import locate
-from ckptfs.commit.session import Place, open_seat
+from ckptfs.commit.session import Place, open_session
 from ckptfs.control.control import SoloControl
 from ckptfs.control.world import World
 from ckptfs.dcp.loading import read_metadata, source_of, who_holds
@@ -131,11 +131,13 @@ class StorageReader(StockPlace, TorchStorageReader):
                 )
             target = Uri.parse(self._uri)
             control = SoloControl(World.solo())
-            seat = stack.enter_context(open_seat(target.parent, control, self._place, write=False))
-            found = locate(seat, target.name)
-            metadata = read_metadata(seat.storage, found)
+            session = stack.enter_context(
+                open_session(target.parent, control, self._place, write=False)
+            )
+            found = locate(session, target.name)
+            metadata = read_metadata(session.storage, found)
             metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            self._open = _Open(seat.storage, found, metadata, stack.pop_all())
+            self._open = _Open(session.storage, found, metadata, stack.pop_all())
         return metadata
 
     def set_up_storage_reader(
@@ -226,11 +228,11 @@ class StorageReader(StockPlace, TorchStorageReader):
         if opened is not None:
             opened.closing.close()
 
-    def _size_and_rank(self, told: int | None) -> tuple[int, int]:
+    def _size_and_rank(self, given_rank: int | None) -> tuple[int, int]:
         if not _torch.has_default_group():
             return 1, 0
         rank, size = _torch.rank_and_size(self._group)
-        return size, rank if told is None else told
+        return size, rank if given_rank is None else given_rank
 
 
 def _warn_of_optimizers(where: str, planner: Any, metadata: Metadata) -> None:

@@ -44,7 +44,7 @@ from ckptfs.dcp.planning.leaves import WAYS_OUT, check_leaf, check_leaf_bytes
 from ckptfs.dcp.planning.save_planner import SavePlanner as CheckedPlanner
 from ckptfs.dcp.planning.state_dicts import listed, original_item, rename_plan
 from ckptfs.dcp.torch_hooks.boundary import Given, StockPlace, crossing, one_place
-from ckptfs.dcp.torch_hooks.commit_agent import Handover, Task, hire, send_orders
+from ckptfs.dcp.torch_hooks.commit_agent import Handover, Task, send_orders, start_agent
 from ckptfs.dcp.write.pipeline import decode_placed, metadata_files, written_part
 from ckptfs.dcp.write.rank_files import WriteEngineName, engine_for, write_files
 from ckptfs.errors import IncompleteCheckpointError, StateError
@@ -175,7 +175,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         self._domains: dict[str, tuple[int, ...]] = {}
         self._rank = 0
         self._run_uri = None if run is None else run.uri
-        self._common = None if run is None else run.seat.common
+        self._common = None if run is None else run.session.common
         if self._unchanged is Unchanged.REFERENCE:
             need_run(self._spec, self._shown)
         if run is not None:
@@ -214,7 +214,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
                 common=self._common,
                 channel=channel,
             )
-            self._handover = hire(task, self._rank, store, coordinator=is_coordinator)
+            self._handover = start_agent(task, self._rank, store, coordinator=is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Give keys of ``per_rank`` their own names. All ranks. Writes nothing."""
@@ -230,10 +230,10 @@ class StorageWriter(StockPlace, TorchStorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the attempt on all ranks: its directory exists when this returns. Coordinator."""
         with crossing(self._rank):
-            handover = self._seated
+            handover = self._opened_handover
             send_orders(handover, len(plans), self._channel()[0])
             begun = handover.wait(handover.begun, "the attempt's begin")
-            self._domains = {d.id: d.ranks for d in begun.attempt.seat.placement.domains}
+            self._domains = {d.id: d.ranks for d in begun.attempt.session.placement.domains}
             held = [plan.storage_data or [] for plan in plans]
             kept = [{item.index for item in plan.items} for plan in plans]
             extra = copies_for(tuple(self._domains.values()), held, kept)
@@ -244,7 +244,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; durable on return. All ranks; local."""
-        handover = self._seated
+        handover = self._opened_handover
         with crossing(self._rank):
             begun = handover.wait(handover.begun, "the attempt's begin")
             attempt = begun.attempt
@@ -279,7 +279,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             return data
 
         if self._unchanged is Unchanged.REFERENCE:
-            site = Site(attempt.storage, attempt.seat.caps, attempt.keys, domain)
+            site = Site(attempt.storage, attempt.session.caps, attempt.keys, domain)
             items_here = RankItems(self._rank, plan.items, resolve)
             previous = attempt.previous
             part = write_changed(
@@ -344,7 +344,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Seal and project on all ranks; the save is committed when this returns. Coordinator."""
-        handover = self._seated
+        handover = self._opened_handover
         with crossing(self._rank):
             try:
                 save_id = handover.wait(handover.begun, "the attempt's begin").attempt.save_id
@@ -381,7 +381,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
     # -- the rest ------------------------------------------------------------------------
 
     @property
-    def _seated(self) -> Handover:
+    def _opened_handover(self) -> Handover:
         if self._handover is None:
             raise StateError("torch did not call set_up_storage_writer", uri=self._shown)
         return self._handover
@@ -391,10 +391,10 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         if handover is not None:
             handover.cancel(why)
 
-    def _rank_in_group(self, told: int | None, *, is_coordinator: bool) -> int:
+    def _rank_in_group(self, given_rank: int | None, *, is_coordinator: bool) -> int:
         """Return this rank among the participants; torch passes it since 2.10."""
-        if told is not None:
-            return told
+        if given_rank is not None:
+            return given_rank
         if is_coordinator or not _torch.has_default_group():
             return 0
         return _torch.rank_and_size(self._group)[0]
@@ -471,9 +471,9 @@ def _refuse_words(serialization_format: Any, extensions: Sequence[Any] | None) -
         )
 
 
-def _tell_words(asked: Mapping[str, bool]) -> None:
+def _tell_words(words: Mapping[str, bool]) -> None:
     """Log why an argument that was given has no effect."""
-    for word in (word for word, is_given in asked.items() if is_given):
+    for word in (word for word, is_given in words.items() if is_given):
         logger.warning("StorageWriter(%s=...) has no effect: %s", word, _WITHOUT_EFFECT[word])
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from ckptfs.errors import StateError
 
-__all__ = ["Loan", "Resolve", "check_memory", "host_tensor", "memory_of", "tensor_over"]
+__all__ = ["Loan", "Resolve", "check_memory", "host_tensor", "memory_of", "tensor_view"]
 
 
 # One type for memory of any size: ctypes takes long to make a type, and caches one for each size.
@@ -116,7 +116,7 @@ def _no_memory(tensor: torch.Tensor) -> StateError:
     )
 
 
-def tensor_over(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+def tensor_view(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """Return a flat tensor of these bytes; a copy if they are not aligned to the dtype's item size.
 
     Without a copy the tensor is valid only as long as ``data`` is.

@@ -241,7 +241,7 @@ class Windows:
         self._writer = writer
         self._resolve = resolve
         self._outer = cancelled
-        self._crew = Cancelled()
+        self._cancelled = Cancelled()
         self._lock = threading.Lock()
         self._resolving = threading.Lock()
         self._turn = threading.Lock()
@@ -270,12 +270,12 @@ class Windows:
         # queued must be done first, or they would copy old values.
         _torch.wait_for_accelerator()
         jobs = [self._work] * max(1, min(threads, windows))
-        run_all(jobs, self._crew, len(jobs))
+        run_all(jobs, self._cancelled, len(jobs))
 
     def _work(self) -> None:
         while (number := self._next()) is not None:
             self._outer.raise_if_set()
-            self._crew.raise_if_set()
+            self._cancelled.raise_if_set()
             start = number * self._writer.window_bytes
             stop = min(start + self._writer.window_bytes, self._size_bytes)
             written: list[Callable[[], None]] = []

@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from ckptfs.commit.delete.shared_data import stock_path
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.save.spec import SmallFile, WrittenPart
-from ckptfs.commit.session import Seat
+from ckptfs.commit.session import RunSession
 from ckptfs.control.control import Control
 from ckptfs.control.messages import apart
 from ckptfs.dcp.metadata.metadata_writer import (
@@ -711,14 +711,14 @@ class PlannedSpace:
 
 
 def check_space(
-    seat: Seat, planned: PlannedSave, threads: int | None, *, required: bool
+    session: RunSession, planned: PlannedSave, threads: int | None, *, required: bool
 ) -> PlannedSpace:
     """Compare what is to be written with what is free in each domain. Collective.
 
     This is advice, not a reservation: other processes write to the disk too, and quotas may not be visible.
 
     Args:
-        seat: The seat at the run.
+        session: The session at the run.
         planned: The save.
         threads: How many files each rank writes at once. None: as many as pay there.
         required: Whether too little space is an error; otherwise it is a warning in the log.
@@ -729,12 +729,12 @@ def check_space(
     Raises:
         NoSpaceError: ``required``, and a domain has too little space; on all ranks. Nothing was written.
     """
-    placement = seat.placement
+    placement = session.placement
 
     def local() -> _Need:
-        at_once = files_for(seat.storage, "", planned.items, threads)
+        at_once = files_for(session.storage, "", planned.items, threads)
         files = 2 * min(at_once, len(planned.items))
-        space = seat.storage.space() if placement.is_owner else None
+        space = session.storage.space() if placement.is_owner else None
         return _Need(placement.mine.id, planned.size_bytes, files, space)
 
     def decide(needs: Sequence[_Need]) -> tuple[tuple[str, ...], tuple[int, int | None]]:
@@ -742,16 +742,16 @@ def check_space(
         if short and required:
             raise NoSpaceError(
                 "; ".join(short),
-                uri=seat.storage.root,
+                uri=session.storage.root,
                 hint="nothing was written; free space, or pass require_space=False to try anyway",
             )
         rooms = _rooms(needs)
         return apart(short, [rooms[need.domain] for need in needs])
 
-    warnings, (planned_bytes, free_bytes) = seat.control.step("space", local, decide)
+    warnings, (planned_bytes, free_bytes) = session.control.step("space", local, decide)
     if placement.is_owner:
         for text in warnings:
-            logger.warning("%s: %s", seat.storage.root, text)
+            logger.warning("%s: %s", session.storage.root, text)
     return PlannedSpace(warnings, planned_bytes, free_bytes)
 
 

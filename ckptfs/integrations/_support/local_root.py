@@ -118,10 +118,10 @@ class LocalRoot:
             if not os.path.isdir(self.folder(name)):
                 raise
 
-    def keep(self, name: str, *going: str) -> None:
+    def keep(self, name: str, *leaving: str) -> None:
         """Make this checkpoint the newest, and remove the others that were made here.
 
-        The pointer names it, durably. Those of killed processes are removed too. ``going`` names
+        The pointer names it, durably. Those of killed processes are removed too. ``leaving`` names
         checkpoints under way; they stay.
         """
         target = os.path.join(self.path, self._pointer)
@@ -135,7 +135,7 @@ class LocalRoot:
                 os.replace(part, target)
         finally:
             Path(part).unlink(missing_ok=True)
-        self.forget(name, *going)
+        self.forget(name, *leaving)
 
     def refuse_leftovers(self) -> None:
         """Refuse to resume from another run's checkpoint, if nothing was ever saved at the URI.
@@ -156,13 +156,13 @@ class LocalRoot:
                 hint="give the run a root of its own, or remove the existing files",
             )
 
-    def forget(self, *kept: str) -> None:
-        """Remove the directories that were made here, except the ``kept`` ones.
+    def forget(self, *name: str) -> None:
+        """Remove the directories that were made here, except the ``name`` ones.
 
         Those of killed processes are removed too.
         """
         for other in os.listdir(self._marks) if os.path.isdir(self._marks) else ():
-            if other not in {*kept, _FETCHED}:
+            if other not in {*name, _FETCHED}:
                 remove_tree(self.folder(other))
                 Path(self._mark(other)).unlink(missing_ok=True)
 

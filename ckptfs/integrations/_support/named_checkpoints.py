@@ -15,12 +15,12 @@ needs has to be in the state.
 A checkpoint is removed only if the run's log lists it, and never if it is the newest commit of its
 kind or was named by ``hold``.
 
-``Shelves`` are modules, optimizers and other objects of a trainer, as named checkpoints of any
+``NamedCheckpointRuns`` are modules, optimizers and other objects of a trainer, as named checkpoints of any
 number of runs:
 
-    shelves = Shelves(mode="async", meta_file="meta.pt")
-    shelves.save("s3://bucket/run/epoch=1.ckpt", {"model": ...}, meta_bytes, step=20)
-    meta = shelves.load("s3://bucket/run/epoch=1.ckpt", "model", module, {"optimizer": optimizer})
+    named_runs = NamedCheckpointRuns(mode="async", meta_file="meta.pt")
+    named_runs.save("s3://bucket/run/epoch=1.ckpt", {"model": ...}, meta_bytes, step=20)
+    meta = named_runs.load("s3://bucket/run/epoch=1.ckpt", "model", module, {"optimizer": optimizer})
 
 A trainer's metadata is part of the state, so that one commit holds tensors and progress. The same
 bytes are also written to ``meta_file`` in the step directory, where stock readers look for them.
@@ -48,12 +48,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ckptfs.commit.decisions import Cause, why_kept
+from ckptfs.commit.decisions import Cause, reason_to_keep
 from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.ownership.claim import Takeover
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.save.spec import IfExists, SaveSpec
-from ckptfs.commit.session import Place, Seat
+from ckptfs.commit.session import Place, RunSession
 from ckptfs.commit.state import catalog
 from ckptfs.dcp.api import load, save
 from ckptfs.dcp.async_api import async_save
@@ -61,14 +61,14 @@ from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.errors import AlreadyExistsError, CkptfsError, DeadlineError, NotFoundError, StateError
 from ckptfs.events import SaveResult
-from ckptfs.manager.claimed_run import Ground, Where
-from ckptfs.manager.run_manager import Flight
+from ckptfs.manager.claimed_run import RunHandle, Where
+from ckptfs.manager.run_manager import PendingSaves
 from ckptfs.retention.deletion import Retirer
 from ckptfs.retention.policy import Keep
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 
-__all__ = ["META", "NamedCheckpoints", "Shelves"]
+__all__ = ["META", "NamedCheckpointRuns", "NamedCheckpoints"]
 
 logger = logging.getLogger("ckptfs.integrations")
 
@@ -95,8 +95,8 @@ class NamedCheckpoints:
             raise StateError(f'mode is {mode!r}; it is "sync" or "async"')
         self._is_async = mode == "async"
         place = Place(dict(storage_options or {}))
-        self._ground = Ground(Where(uri, place, None, timeout_s, Takeover.AUTO))
-        self._flight = Flight()
+        self._run_handle = RunHandle(Where(uri, place, None, timeout_s, Takeover.AUTO))
+        self._pending_saves = PendingSaves()
         self._run: Run | None = None
         self._retirer: Retirer | None = None
         self._beside = tuple(beside)
@@ -125,17 +125,17 @@ class NamedCheckpoints:
         run, retirer = self._claimed()
         retirer.make_room()
         self._doomed.pop(name, None)  # it is wanted again
-        target = self._ground.root / name
-        lay = partial(_lay_beside, run.seat, name, dict(beside or {}))
+        target = self._run_handle.root / name
+        lay = partial(_write_extra_files, run.session, name, dict(beside or {}))
         if kind is not Kind.CHECKPOINT:
             spec = SaveSpec(name, step, IfExists.REPLACE, artifact=kind, run=run.generation)
-            save_at(state, run.seat, target, spec, WriteOptions(), started=time.perf_counter())
+            save_at(state, run.session, target, spec, WriteOptions(), started=time.perf_counter())
             lay()
             return  # if a full checkpoint failed, what it was to replace still stays
         self._committed = False
         if self._is_async:
             pending = async_save(state, target, step=step, if_exists="replace", run=run)
-            self._flight.add(_Followed(pending, lay))
+            self._pending_saves.add(_Followed(pending, lay))
             return
         save(state, target, step=step, if_exists="replace", run=run)
         lay()
@@ -146,11 +146,11 @@ class NamedCheckpoints:
 
         Collective.
         """
-        if self._flight.settle(1) is not None:
+        if self._pending_saves.settle(1) is not None:
             self._committed = True
         if self._committed and self._doomed:
-            doomed, self._doomed = self._doomed, {}
-            for name in doomed:
+            pending_deletes, self._doomed = self._doomed, {}
+            for name in pending_deletes:
                 self._remove(name)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class NamedCheckpoints:
             self.wait()
             for name in self._doomed:
                 logger.warning(
-                    "%s is not removed: no later save was committed", self._ground.root / name
+                    "%s is not removed: no later save was committed", self._run_handle.root / name
                 )
         finally:
             self.leave()
@@ -170,16 +170,16 @@ class NamedCheckpoints:
         Saves under way are finished.
         """
         run = self._run
-        if run is not None and run.aside is not None and len(self._flight):
+        if run is not None and run.aside is not None and len(self._pending_saves):
             aside, run.aside = run.aside, None  # otherwise the release waits again, without end
             aside.leave()
-        self._ground.close()
+        self._run_handle.close()
 
     def _claimed(self) -> tuple[Run, Retirer]:
         if self._run is None or self._retirer is None:
-            self._run = self._ground.claim()
+            self._run = self._run_handle.claim()
             self._retirer = Retirer(self._run, Keep(), lambda _: False)
-            self._ground.before_release(self._retirer.close)
+            self._run_handle.before_release(self._retirer.close)
         return self._run, self._retirer
 
     # -- removing -----------------------------------------------------------------------
@@ -194,19 +194,21 @@ class NamedCheckpoints:
         What cannot be removed stays, with a line in the log.
         """
         if name in self._held:
-            logger.warning("%s is not removed: this run resumed from it", self._ground.root / name)
+            logger.warning(
+                "%s is not removed: this run resumed from it", self._run_handle.root / name
+            )
             return
         self._doomed[name] = None
-        if not len(self._flight):
+        if not len(self._pending_saves):
             self.wait()
 
     def _remove(self, name: str) -> None:
         run, retirer = self._claimed()
-        seat = run.seat
-        where = self._ground.root / name
-        found = seat.control.step("which save", partial(_live, seat, name), _first)
+        session = run.session
+        where = self._run_handle.root / name
+        found = session.control.step("which save", partial(_live, session, name), _first)
         if found is None:
-            removed = seat.control.step("a link?", partial(_unlink, seat, name), any)
+            removed = session.control.step("a link?", partial(_unlink, session, name), any)
             if not removed:
                 logger.warning("%s is not removed: the run's log does not know it", where)
             return
@@ -215,30 +217,30 @@ class NamedCheckpoints:
             logger.warning("%s is not removed: nothing of its kind was committed after it", where)
             return
         try:
-            retirer.delete(seat, save_id)
+            retirer.delete(session, save_id)
         except CkptfsError as error:
             # No reason to stop training: the checkpoint is there, and may be deleted by hand.
             logger.warning("%s is not removed: %s", where, error)
             return
-        _clear_beside(seat, name, self._beside)
+        _remove_extra_files(session, name, self._beside)
 
 
-def _live(seat: Seat, name: str) -> tuple[str, bool] | None:
+def _live(session: RunSession, name: str) -> tuple[str, bool] | None:
     """Return the live save of a name, and whether it is the newest commit of its kind.
 
     Owners only.
     """
-    state = seat.known.state
-    if not seat.placement.is_owner or state is None:
+    state = session.known.state
+    if not session.placement.is_owner or state is None:
         return None
-    views = {seat.placement.mine.id: state}
+    views = {session.placement.mine.id: state}
     found = [live.seal.save_id for live in catalog(views) if live.seal.name == name]
     if not found:
         return None
-    return found[0], why_kept(found[0], views, (Cause.NEWEST,)) is not None
+    return found[0], reason_to_keep(found[0], views, (Cause.NEWEST,)) is not None
 
 
-def _unlink(owner: Seat, name: str) -> bool:
+def _unlink(owner: RunSession, name: str) -> bool:
     """Remove a symbolic link to a checkpoint of the run; return whether there was one. Owners only.
 
     A framework makes such links by itself (Lightning's save_last="link"). The checkpoint stays.
@@ -297,44 +299,44 @@ class _Followed:
         return self._pending.done() and self._laid.done()
 
 
-def _lay_beside(seat: Seat, name: str, files: Mapping[str, bytes]) -> None:
+def _write_extra_files(session: RunSession, name: str, files: Mapping[str, bytes]) -> None:
     """Write the additional files of a committed checkpoint. Owners only.
 
     A failure is logged and fails nothing.
     """
-    if not seat.placement.is_owner:
+    if not session.placement.is_owner:
         return
     for key, data in files.items():
         try:
-            seat.storage.replace(f"{name}/{key}", data)
+            session.storage.replace(f"{name}/{key}", data)
         except CkptfsError as error:
-            where = seat.storage.uri(f"{name}/{key}")
+            where = session.storage.uri(f"{name}/{key}")
             logger.warning("%s is committed, but other readers miss %s: %s", name, where, error)
 
 
-def _clear_beside(seat: Seat, name: str, files: Sequence[str]) -> None:
+def _remove_extra_files(session: RunSession, name: str, files: Sequence[str]) -> None:
     """Remove the additional files of a checkpoint, and its directory if that is empty.
 
     Owners only.
     """
-    if not seat.placement.is_owner:
+    if not session.placement.is_owner:
         return
     try:
         for key in files:
-            seat.storage.remove(f"{name}/{key}")
-        seat.storage.remove_dir(name)
+            session.storage.remove(f"{name}/{key}")
+        session.storage.remove_dir(name)
     except (AlreadyExistsError, NotFoundError):
         return  # other files are there, or all of it is gone
     except CkptfsError as error:
         logger.warning(
-            "the additional files of %s were not removed: %s", seat.storage.uri(name), error
+            "the additional files of %s were not removed: %s", session.storage.uri(name), error
         )
 
 
 META = "ckptfs.meta"
 
 
-class Shelves:
+class NamedCheckpointRuns:
     """Every rank makes one; all calls but ``is_file`` are collective.
 
     It makes a ``NamedCheckpoints`` for each run that it saves into; arguments and errors are the
@@ -346,22 +348,22 @@ class Shelves:
     ) -> None:
         self._mode, self._meta_file = mode, meta_file
         self.storage_options = dict(storage_options or {})
-        self._shelves: dict[Uri, NamedCheckpoints] = {}
+        self._named_runs: dict[Uri, NamedCheckpoints] = {}
         self._held: set[Uri] = set()
 
     def _shelf(self, run: Uri) -> NamedCheckpoints:
-        if run not in self._shelves:
+        if run not in self._named_runs:
             shelf = NamedCheckpoints(
                 run,
                 mode=self._mode,
                 beside=(self._meta_file,),
                 storage_options=self.storage_options,
             )
-            self._shelves[run] = shelf
+            self._named_runs[run] = shelf
             for held in self._held:
                 if held.parent == run:
                     shelf.hold(held.name)
-        return self._shelves[run]
+        return self._named_runs[run]
 
     def save(
         self,
@@ -412,8 +414,8 @@ class Shelves:
         for name, optimizer in optimizers.items():
             set_optimizer_state_dict(module, optimizer, optim_state_dict=state[name])
         self._held.add(target)
-        if target.parent in self._shelves:
-            self._shelves[target.parent].hold(target.name)
+        if target.parent in self._named_runs:
+            self._named_runs[target.parent].hold(target.name)
         return None if META in loaded.missing_keys else state[META]
 
     def _hint(self, missing: list[str], optimizers: Mapping[str, Optimizer]) -> str:
@@ -441,7 +443,7 @@ class Shelves:
 
     def knows(self, run: Uri) -> bool:
         """Whether something was saved into that run. Local. Only then anything in it is removed."""
-        return run in self._shelves
+        return run in self._named_runs
 
     def remove(self, target: Uri) -> None:
         """Remove as ``NamedCheckpoints.remove`` does, in a run that was saved into. Collective."""
@@ -456,7 +458,7 @@ class Shelves:
         try:
             self._each(NamedCheckpoints.close)
         finally:
-            self._shelves.clear()
+            self._named_runs.clear()
             self._held.clear()
 
     def leave(self) -> None:
@@ -464,7 +466,7 @@ class Shelves:
         try:
             self._each(NamedCheckpoints.leave)
         finally:
-            self._shelves.clear()
+            self._named_runs.clear()
 
     def _each(self, act: Callable[[NamedCheckpoints], None]) -> None:
         """Act on all runs, in one order on all ranks; then raise the first failure."""
@@ -473,4 +475,4 @@ class Shelves:
                 stack.callback(act, shelf)
 
     def _in_order(self) -> Iterator[NamedCheckpoints]:
-        yield from reversed(self._shelves.values())
+        yield from reversed(self._named_runs.values())

@@ -93,7 +93,7 @@ class ObjectFiles:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._worker: SaveWorker | None = None
-        self._flight: deque[Future[None]] = deque()
+        self._uploads: deque[Future[None]] = deque()
         self._begun = self._committed = 0  # numbers of saves
         self._doomed: dict[Uri, tuple[int, _Written]] = {}  # removed when that save is committed
         self._written: dict[Uri, _Written] = {}
@@ -135,7 +135,7 @@ class ObjectFiles:
 
         if self._worker is None:
             self._worker = SaveWorker("ckptfs-files")
-        self._flight.append(self._worker.submit(f"saving {file.target}", job))
+        self._uploads.append(self._worker.submit(f"saving {file.target}", job))
 
     def _begin(self, file: _Written) -> int:
         with self._lock:
@@ -166,8 +166,8 @@ class ObjectFiles:
     def _settle(self, limit: int) -> None:
         """Wait until fewer than ``limit`` are under way; raise what failed so far, once."""
         failures: list[BaseException] = []
-        while self._flight and (len(self._flight) >= limit or self._flight[0].done()):
-            error = self._flight.popleft().exception()
+        while self._uploads and (len(self._uploads) >= limit or self._uploads[0].done()):
+            error = self._uploads.popleft().exception()
             if error is not None:
                 failures.append(error)
         if failures:

@@ -120,7 +120,7 @@ class Arrivals:
             raise FencedError(
                 "this save was abandoned: a newer owner took the run", uri=step, hint="save again"
             ) from error
-        return _Arriving(self, step, joined, writer, whole=bool(_SHARD.fullmatch(name)))
+        return _Arriving(self, step, joined, writer, complete=bool(_SHARD.fullmatch(name)))
 
     def put_metadata(self, step: Uri, data: bytes) -> bool:
         """Write ``.metadata`` for a DCP writer; commit when all that it refers to has arrived.
@@ -136,10 +136,10 @@ class Arrivals:
         joined = self._join(step)
         with joined.open_write(ARRIVED) as writer:
             writer.write(data)
-        self.commit_if_whole(step, joined)
+        self.commit_if_complete(step, joined)
         return True
 
-    def commit_if_whole(self, step: Uri, joined: Joined) -> None:
+    def commit_if_complete(self, step: Uri, joined: Joined) -> None:
         """Commit if ``.metadata`` was put and nothing is missing; one process of all does it."""
         from ckptfs.integrations.fsspec.stock_save import ARRIVED, missing
 
@@ -205,7 +205,7 @@ class Arrivals:
                     save_id = renew_id(str(step), save_id)
                     joined = join_attempt(self._storage_at(step.parent), step.name, save_id)
                 if joined.keys.shape is Shape.FILESYSTEM:
-                    _remove_empty(joined.seat.storage, step.name)
+                    _remove_empty(joined.session.storage, step.name)
                 while len(self._joined) >= _KEPT:
                     self._joined.pop(next(iter(self._joined)))
                 self._joined[save_id] = joined
@@ -222,10 +222,10 @@ def _remove_empty(storage: Storage, name: str) -> None:
 
 class _Arriving(DataWriter):
     def __init__(
-        self, arrivals: Arrivals, step: Uri, joined: Joined, writer: DataWriter, *, whole: bool
+        self, arrivals: Arrivals, step: Uri, joined: Joined, writer: DataWriter, *, complete: bool
     ) -> None:
         self._arrivals, self._step, self._joined = arrivals, step, joined
-        self._writer, self._asks, self._done = writer, whole, False
+        self._writer, self._asks, self._done = writer, complete, False
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         return self._writer.write(data)
@@ -234,7 +234,7 @@ class _Arriving(DataWriter):
         self._writer.close()
         self._done = True
         if self._asks:
-            self._arrivals.commit_if_whole(self._step, self._joined)
+            self._arrivals.commit_if_complete(self._step, self._joined)
 
     def abort(self) -> None:
         self._writer.abort()
@@ -328,7 +328,7 @@ class CopiedFiles:
         from ckptfs.integrations.fsspec.stock_save import ARRIVED
 
         joined = join_attempt(self._storage_at(step.parent), step.name, fresh_save_id())
-        storage = joined.seat.storage
+        storage = joined.session.storage
         try:
             for file in files:
                 try:
@@ -413,17 +413,17 @@ class _Process:
         self._alone: dict[str, str] = {}
         self._client: tuple[Any, StoreClient] | None = None
 
-    def ask(self, mine: str, topic: str, spent: str) -> str:
-        """Replace ``spent`` ("": no id yet) by ``mine`` if it is current; return the current id."""
+    def ask(self, own: str, topic: str, spent: str) -> str:
+        """Replace ``spent`` ("": no id yet) by ``own`` if it is current; return the current id."""
         key = f"ckptfs/agreed/{hashlib.sha256(topic.encode()).hexdigest()[:32]}"
         client = self._connected()
         if client is None:
             with self._lock:
                 if self._alone.get(key, "") == spent:
-                    self._alone[key] = mine
+                    self._alone[key] = own
                 return self._alone[key]
         wait_s = min(default_timeout_s(), _ANSWER_S)
-        told: bytes = client.call_short(lambda store: store.compare_set(key, spent, mine), wait_s)
+        told: bytes = client.call_short(lambda store: store.compare_set(key, spent, own), wait_s)
         return bytes(told).decode()
 
     def _connected(self) -> StoreClient | None:

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-class _WholeOrNothing(io.IOBase):
+class _AtomicFile(io.IOBase):
     """Discards on an exception. io's own ``__exit__`` closes, and so publishes, for any reason."""
 
     def spoil(self) -> None:
@@ -62,7 +62,7 @@ class _WholeOrNothing(io.IOBase):
         self.close()
 
 
-class PublishedFile(_WholeOrNothing, io.BufferedIOBase):
+class PublishedFile(_AtomicFile, io.BufferedIOBase):
     """One file that is being written.
 
     ``name`` is for people; ``autocommit``: ``close`` publishes it. It has no ``fileno``, because
@@ -130,7 +130,7 @@ class PublishedFile(_WholeOrNothing, io.BufferedIOBase):
         super().close()
 
     def spoil(self) -> None:
-        """As ``_WholeOrNothing.spoil``."""
+        """As ``_AtomicFile.spoil``."""
         self._spoilt = True
 
     def _is_left_by_error(self) -> bool:
@@ -325,7 +325,7 @@ class HeldWriter(DataWriter):
         self._take = None
 
 
-class CompressedFile(_WholeOrNothing, io.BufferedIOBase):
+class CompressedFile(_AtomicFile, io.BufferedIOBase):
     """Passes bytes through one of fsspec's compressors into a file that closes with it."""
 
     def __init__(self, file: PublishedFile, codec: str) -> None:
@@ -363,7 +363,7 @@ class CompressedFile(_WholeOrNothing, io.BufferedIOBase):
         _discard_collected(self)
 
 
-class TextFile(_WholeOrNothing, io.TextIOWrapper):
+class TextFile(_AtomicFile, io.TextIOWrapper):
     """Passes text into a file that closes with it."""
 
     def __init__(self, file: PublishedFile | CompressedFile, **text: Any) -> None:

@@ -242,19 +242,19 @@ class CheckpointFileSystem(PlainFileSystem):
         return [info if detail else info["name"] for _, info in seen]
 
     def _committed(
-        self, path: str, seen: list[tuple[str, Any]], *, is_run: bool
+        self, path: str, found: list[tuple[str, Any]], *, is_run: bool
     ) -> list[tuple[str, Any]]:
         """Leave out what is not committed.
 
         On object stores the data of an attempt have their final keys, in the step, from the start.
         """
         waiting: set[str] = set()
-        if any(is_save_id(name) for name, _ in seen):
+        if any(is_save_id(name) for name, _ in found):
             waiting = set(on_the_way(self._storage(self._uri(path).parent)))
         elif is_run:
             names = on_the_way(self._storage(self._uri(path))).values()
             waiting = {name for name in names if not self.isdir(f"{path}/{name}")}
-        return [(name, info) for name, info in seen if name not in waiting]
+        return [(name, info) for name, info in found if name not in waiting]
 
     def info(self, path: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the description of a file or directory that is there: committed, or plain."""

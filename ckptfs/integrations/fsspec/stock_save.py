@@ -51,7 +51,7 @@ def commit_arrived(joined: Joined, metadata_file: str, *, replace: bool) -> Comm
     IncompleteCheckpointError, ManifestError, CommitConflictError, FencedError or RunBusyError
     nothing of it is visible, and it is given up.
     """
-    name, storage = joined.keys.name, joined.seat.storage
+    name, storage = joined.keys.name, joined.session.storage
     where = storage.uri(name)
     if_exists = IfExists.REPLACE if replace else IfExists.ERROR
     with open_attempt(joined, SaveSpec(name, step_of(name, None), if_exists)) as attempt:
@@ -63,7 +63,7 @@ def commit_arrived(joined: Joined, metadata_file: str, *, replace: bool) -> Comm
         spare = [f for f in joined.files() if f not in sizes and ARRIVES.fullmatch(f)]
         storage.remove_many([joined.key(file) for file in spare])
         records = tuple(
-            FileRecord(f"{attempt.save_id}/{file}", size, joined.seat.placement.mine.id)
+            FileRecord(f"{attempt.save_id}/{file}", size, joined.session.placement.mine.id)
             for file, size in sizes.items()
             if size is not None
         )
@@ -79,8 +79,8 @@ def commit_arrived(joined: Joined, metadata_file: str, *, replace: bool) -> Comm
 
 def missing(joined: Joined, metadata_file: str) -> list[str]:
     """Return the files that ``metadata_file`` refers to and that have not arrived whole. Local."""
-    raw = read_limited(joined.seat.storage, joined.key(metadata_file))
-    needs = _needs(decode_metadata(raw, joined.seat.storage.uri(joined.keys.name)))
+    raw = read_limited(joined.session.storage, joined.key(metadata_file))
+    needs = _needs(decode_metadata(raw, joined.session.storage.uri(joined.keys.name)))
     return _short(needs, _sizes(joined, needs))
 
 
@@ -105,7 +105,7 @@ def _needs(metadata: Metadata) -> dict[str, int]:
 
 
 def _sizes(joined: Joined, needs: Mapping[str, int]) -> dict[str, int | None]:
-    storage = joined.seat.storage
+    storage = joined.session.storage
     storage.refresh(joined.keys.data)
 
     def size(file: str) -> int | None:
@@ -137,7 +137,7 @@ def _refuse_missing(
     why = "never arrived" if size is None else f"has {size} bytes and needs {needs[file]}"
     raise IncompleteCheckpointError(
         f"{len(short)} of {len(needs)} files are missing, the first: {file} {why}",
-        uri=joined.seat.storage.uri(joined.keys.name),
+        uri=joined.session.storage.uri(joined.keys.name),
         hint="nothing was committed; the ranks of one save share a process group, and a filesystem "
         "or bucket that all of them see (node-local disks need ckptfs.save or StorageWriter)",
     )

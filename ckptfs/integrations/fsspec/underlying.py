@@ -118,9 +118,9 @@ class StorageView(AbstractFileSystem):
 
     cachable = False
 
-    def __init__(self, bare_protocol: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, inner_protocol: str, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self._protocol, self._options = bare_protocol, dict(options)
+        self._protocol, self._options = inner_protocol, dict(options)
         self._storages: dict[str, Storage] = {}
 
     def _at(self, path: str) -> tuple[Storage, str]:

@@ -69,13 +69,13 @@ def of_s3(ask: Callable[[str], Mapping[str, Any]]) -> BucketRules:
     ask: Returns the answer to an operation on the bucket. NotFoundError: nothing is set.
     """
     return BucketRules(
-        _asked(lambda: _s3_versioning(ask("GetBucketVersioning")), Versioning.OFF),
-        _asked(lambda: _s3_lock(ask("GetObjectLockConfiguration")), None),
-        _asked(lambda: _s3_rules(ask("GetBucketLifecycleConfiguration")), ()),
+        _answer_or(lambda: _s3_versioning(ask("GetBucketVersioning")), Versioning.OFF),
+        _answer_or(lambda: _s3_lock(ask("GetObjectLockConfiguration")), None),
+        _answer_or(lambda: _s3_rules(ask("GetBucketLifecycleConfiguration")), ()),
     )
 
 
-def _asked(ask: Callable[[], T], nothing: T) -> T | CkptfsError:
+def _answer_or(ask: Callable[[], T], nothing: T) -> T | CkptfsError:
     try:
         return ask()
     except NotFoundError:
@@ -122,8 +122,8 @@ def _s3_rule(rule: Mapping[str, Any]) -> Rule:
     )
 
 
-def _days(told: Any) -> float | None:
-    return None if told is None else float(told)
+def _days(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def of_gcs(ask: Callable[[], Mapping[str, Any]]) -> BucketRules:

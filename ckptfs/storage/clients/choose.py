@@ -71,52 +71,57 @@ class DataPath:
         return f"{self.library}, because {self.why}"
 
 
-def choose_path(uri: Uri, client: str, rest: Mapping[str, Any]) -> DataPath:
+def choose_path(uri: Uri, client: str, library_options: Mapping[str, Any]) -> DataPath:
     """Choose the library for ``uri``.
 
     Args:
         uri: What is opened.
         client: The storage option of that name.
-        rest: The storage options that are the library's own.
+        library_options: The storage options that are the library's own.
 
     Raises:
         UriError: There is no such library for this scheme, or it cannot do what an option asks for.
         MissingDriverError: It is not installed.
     """
-    path = _path(uri, PROTOCOLS[uri.protocol], client, rest)
+    path = _path(uri, PROTOCOLS[uri.protocol], client, library_options)
     _log_once(f"{uri.protocol}://{uri.authority} goes through {path}")
     return path
 
 
 def open_client(
-    uri: Uri, options: ObjectOptions, rest: Mapping[str, Any], path: DataPath | None = None
+    uri: Uri,
+    options: ObjectOptions,
+    library_options: Mapping[str, Any],
+    path: DataPath | None = None,
 ) -> ObjectClient:
     """Return the client for ``uri``. No request is made.
 
     Args:
         uri: What is opened.
         options: The storage options of ckptfs.
-        rest: The storage options that are the library's own.
+        library_options: The storage options that are the library's own.
         path: The choice, if ``choose_path`` has been called.
 
     Raises:
         UriError: As ``choose_path``, or an option is unknown.
         MissingDriverError: As ``choose_path``.
     """
-    path = path or choose_path(uri, options.client, rest)
+    path = path or choose_path(uri, options.client, library_options)
     if not path.is_obstore:
         raise UriError(f"{path.library} has no client of its own here", uri=uri)
     module = import_module(PROTOCOLS[uri.protocol].module)
-    return cast("ObjectClient", module.open_client(uri, rest, options.times))
+    return cast("ObjectClient", module.open_client(uri, library_options, options.times))
 
 
-def open_library(uri: Uri, options: ObjectOptions, rest: Mapping[str, Any]) -> BucketLibrary:
+def open_library(
+    uri: Uri, options: ObjectOptions, library_options: Mapping[str, Any]
+) -> BucketLibrary:
     """Return the fsspec library for ``uri``, for ``FsspecStorage``.
 
     No request is made. Errors as for ``open_client``.
     """
     module = import_module(PROTOCOLS[uri.protocol].module)
-    return cast("BucketLibrary", module.open_library(uri, rest, options.times))
+    return cast("BucketLibrary", module.open_library(uri, library_options, options.times))
 
 
 def dialect_of(protocol: str) -> Dialect:
@@ -133,7 +138,9 @@ def _log_once(line: str) -> None:
     log.info("%s", line)
 
 
-def _path(uri: Uri, libraries: _Libraries, client: str, rest: Mapping[str, Any]) -> DataPath:
+def _path(
+    uri: Uri, libraries: _Libraries, client: str, library_options: Mapping[str, Any]
+) -> DataPath:
     if client not in ("auto", libraries.usual, FAST):
         raise UriError(
             f"storage option client={client!r}: {uri.protocol}:// knows 'auto', "
@@ -142,7 +149,7 @@ def _path(uri: Uri, libraries: _Libraries, client: str, rest: Mapping[str, Any])
         )
     if client == FAST:
         _need(uri, FAST, libraries.extra)
-        why = import_module(libraries.module).unsupported_option(rest)
+        why = import_module(libraries.module).unsupported_option(library_options)
         if why is not None:
             raise UriError(
                 f"client='obstore' cannot do what is asked: {why}",
@@ -151,7 +158,7 @@ def _path(uri: Uri, libraries: _Libraries, client: str, rest: Mapping[str, Any])
             )
         return DataPath(FAST, "client='obstore' asks for it")
     if client == "auto":
-        why = _why_not(libraries, rest)
+        why = _why_not(libraries, library_options)
         if why is None:
             return DataPath(FAST, "it can do all that the options ask for")
         _need(uri, libraries.usual, libraries.extra)
@@ -160,11 +167,11 @@ def _path(uri: Uri, libraries: _Libraries, client: str, rest: Mapping[str, Any])
     return DataPath(libraries.usual, f"client={client!r} asks for it")
 
 
-def _why_not(libraries: _Libraries, rest: Mapping[str, Any]) -> str | None:
+def _why_not(libraries: _Libraries, library_options: Mapping[str, Any]) -> str | None:
     """Return why "auto" does not choose obstore, or None if it does."""
     if find_spec(FAST) is None:
         return "it is not installed"
-    why: str | None = import_module(libraries.module).unsupported_option(rest)
+    why: str | None = import_module(libraries.module).unsupported_option(library_options)
     if why is None and find_spec(libraries.usual) is not None and is_forked():
         return "this process was forked from one that used it"
     return why

@@ -1,7 +1,7 @@
 """Files on a mounted filesystem: read whole, written whole, and the base of every unfinished file.
 
-    read_whole        open, read to the end                   LocalReader (reader.py) reads ranges
-    write_whole       O_EXCL, write all, fsync, close
+    read_file         open, read to the end                   LocalReader (reader.py) reads ranges
+    write_file        O_EXCL, write all, fsync, close
     PartialFile       .partial-*, fsync, publish(name)        the base of all writers (writers.py)
 
 Files are never mapped: over NFS a mapped file that is replaced reads as zeros or kills (SIGBUS).
@@ -33,10 +33,10 @@ __all__ = [
     "may_exist",
     "open_regular",
     "partial_name",
-    "read_whole",
+    "read_file",
     "unlink_quietly",
     "write_all",
-    "write_whole",
+    "write_file",
     "writer_is_gone",
 ]
 
@@ -63,7 +63,7 @@ def write_all(posix: Posix, fd: int, data: memoryview) -> None:
         sent += count
 
 
-def write_whole(posix: Posix, path: str, data: bytes, *, durable: bool = True) -> None:
+def write_file(posix: Posix, path: str, data: bytes, *, durable: bool = True) -> None:
     """Make a new file with these bytes.
 
     The bytes are fsynced (unless ``durable`` is false), the file's name is not. After an error, Ctrl-C
@@ -148,7 +148,7 @@ def _check_regular(found: os.stat_result, uri: Uri) -> None:
         )
 
 
-def read_whole(
+def read_file(
     posix: Posix, path: str, uri: Uri, *, limit_bytes: int | None = None, flags: int = 0
 ) -> bytes:
     """Read all bytes of a regular file.

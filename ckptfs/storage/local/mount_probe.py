@@ -17,7 +17,7 @@ import secrets
 
 from ckptfs.storage.base import Capabilities, Shape
 from ckptfs.storage.local.directories import remove_tree, sync_dir
-from ckptfs.storage.local.files import may_exist, read_whole, unlink_quietly, write_whole
+from ckptfs.storage.local.files import may_exist, read_file, unlink_quietly, write_file
 from ckptfs.storage.local.posix import Posix, without_mark
 from ckptfs.uri import Uri
 
@@ -71,7 +71,7 @@ def probe_posix(posix: Posix, directory: str) -> Capabilities:
 
 
 def _has_links(posix: Posix, stem: str) -> bool:
-    write_whole(posix, f"{stem}a", b"first", durable=False)
+    write_file(posix, f"{stem}a", b"first", durable=False)
     try:
         posix.link(f"{stem}a", f"{stem}b")
     except FileExistsError:
@@ -88,7 +88,7 @@ def _has_links(posix: Posix, stem: str) -> bool:
 
 
 def _replaces_files(posix: Posix, stem: str) -> bool:
-    write_whole(posix, f"{stem}c", b"second", durable=False)
+    write_file(posix, f"{stem}c", b"second", durable=False)
     try:
         posix.rename(f"{stem}c", f"{stem}a")
     except OSError as error:
@@ -101,7 +101,7 @@ def _replaces_files(posix: Posix, stem: str) -> bool:
 
 def _moves_directories(posix: Posix, stem: str) -> bool:
     posix.mkdir(f"{stem}d")
-    write_whole(posix, f"{stem}d/f", b"below", durable=False)
+    write_file(posix, f"{stem}d/f", b"below", durable=False)
     before = posix.stat(f"{stem}d/f").st_ino
     try:
         posix.rename(f"{stem}d", f"{stem}e")
@@ -115,7 +115,7 @@ def _moves_directories(posix: Posix, stem: str) -> bool:
 
 
 def _content(posix: Posix, path: str) -> bytes:
-    return read_whole(posix, path, Uri("file", "", without_mark(path)))
+    return read_file(posix, path, Uri("file", "", without_mark(path)))
 
 
 def _is_gone(posix: Posix, path: str) -> bool:

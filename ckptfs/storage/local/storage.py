@@ -57,7 +57,7 @@ from ckptfs.storage.local.directories import (
     sync_dir,
     unlink_if_present,
 )
-from ckptfs.storage.local.files import partial_name, read_whole, unlink_quietly, write_whole
+from ckptfs.storage.local.files import partial_name, read_file, unlink_quietly, write_file
 from ckptfs.storage.local.mount_probe import probe_posix
 from ckptfs.storage.local.posix import Posix, beneath, core_count, parent_of, without_mark
 from ckptfs.storage.local.reader import LocalReader
@@ -154,7 +154,7 @@ class LocalStorage(Storage):
 
         def look(path: str) -> bytes:
             path = path if flags else self._write_path(key)
-            return read_whole(self._posix, path, uri, limit_bytes=limit_bytes, flags=flags)
+            return read_file(self._posix, path, uri, limit_bytes=limit_bytes, flags=flags)
 
         return self._read_from("read", key, look)
 
@@ -178,7 +178,7 @@ class LocalStorage(Storage):
                 # Never O_TRUNC: after a lost answer the staging file and the entry are one inode,
                 # and truncating it would empty an entry that others have read.
                 unlink_if_present(self._posix, temporary)
-                write_whole(self._posix, temporary, data)
+                write_file(self._posix, temporary, data)
             try:
                 self._posix.link(temporary, path)
             except FileExistsError as error:
@@ -211,7 +211,7 @@ class LocalStorage(Storage):
         done = False
         try:
             with translated(self.uri(key), "replace"):
-                write_whole(self._posix, partial, data)
+                write_file(self._posix, partial, data)
             self._publish(partial, path, key)
             done = True
         finally:

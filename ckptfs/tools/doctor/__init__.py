@@ -189,7 +189,7 @@ def examine_with(
     worlds = control.worlds
     sites = dict.fromkeys(w.site for w in worlds)
     shape = scratch.run.capabilities.shape
-    shapes = control.step("doctor.end", lambda: shape.value, lambda told: str(told[0]))
+    shapes = control.step("doctor.end", lambda: shape.value, lambda answers: str(answers[0]))
     return Report(str(place), doctor_id, shapes, control.size, tuple(sites), tuple(findings))
 
 
@@ -229,15 +229,15 @@ def _agreed(control: Control, label: str, act: Callable[[], T]) -> T:
             return error
         return None
 
-    control.step(label, local, lambda told: _raise_any(control, label, told))
+    control.step(label, local, lambda answers: _raise_any(control, label, answers))
     return kept[0]
 
 
-def _raise_any(control: Control, label: str, told: Sequence[CkptfsError | None]) -> None:
-    wrong = {rank: error for rank, error in enumerate(told) if error is not None}
+def _raise_any(control: Control, label: str, errors: Sequence[CkptfsError | None]) -> None:
+    wrong = {rank: error for rank, error in enumerate(errors) if error is not None}
     if not wrong:
         return
-    if len(wrong) == len(told):
+    if len(wrong) == len(errors):
         raise wrong[0]
     worlds = control.worlds
     failures = {rank: failure_of(error, worlds[rank]) for rank, error in wrong.items()}

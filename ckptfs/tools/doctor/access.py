@@ -133,16 +133,16 @@ def _delete(scratch: ScratchDirectory, key: str) -> None:
     raise StorageError("it is still there after it was deleted", uri=scratch.storage.uri(key))
 
 
-def is_shut(seen: Access) -> bool:
+def is_shut(answers: Access) -> bool:
     """Whether neither reading nor writing is permitted."""
     refused = {Why.ACCESS, Why.READ_ONLY}
-    found = seen.values()
+    found = answers.values()
     return bool(found) and all(tried is not None and tried.why in refused for tried in found)
 
 
-def may_write(seen: Sequence[Access]) -> bool:
+def may_write(answers: Sequence[Access]) -> bool:
     """Whether every rank could write. If not, checks that write are left out."""
-    return all(s.get(Op.WRITE, _MISSING) is None for s in seen)
+    return all(s.get(Op.WRITE, _MISSING) is None for s in answers)
 
 
 @check()
@@ -151,20 +151,20 @@ def permissions(session: Session) -> Findings:
     return judge_access(session.worlds, session.access)
 
 
-def judge_access(worlds: Sequence[World], seen: Sequence[Access]) -> Findings:
+def judge_access(worlds: Sequence[World], answers: Sequence[Access]) -> Findings:
     """Return a finding for each operation that some rank tried, in the order of operations."""
-    ops = [op for op in Op if any(op in s for s in seen)]
-    return tuple(_judge(worlds, seen, op) for op in ops)
+    ops = [op for op in Op if any(op in s for s in answers)]
+    return tuple(_judge(worlds, answers, op) for op in ops)
 
 
-def _judge(worlds: Sequence[World], seen: Sequence[Access], op: Op) -> Finding:
-    refused = {rank: r for rank, s in enumerate(seen) if (r := s.get(op)) is not None}
+def _judge(worlds: Sequence[World], answers: Sequence[Access], op: Op) -> Finding:
+    refused = {rank: r for rank, s in enumerate(answers) if (r := s.get(op)) is not None}
     if not refused:
         return Finding(_NAMES[op], Theme.ACCESS, Verdict.OK, "permitted")
     first = next(iter(refused.values()))
     where = on_ranks(worlds, refused)
     read_only = first.why is Why.READ_ONLY or (
-        first.why is Why.ACCESS and op in (Op.MAKE, Op.WRITE) and _reads(seen)
+        first.why is Why.ACCESS and op in (Op.MAKE, Op.WRITE) and _reads(answers)
     )
     advice = first.hint or (
         "mount it read-write, or give the job's user the right to write"
@@ -184,5 +184,5 @@ def _judge(worlds: Sequence[World], seen: Sequence[Access], op: Op) -> Finding:
     )
 
 
-def _reads(seen: Sequence[Access]) -> bool:
-    return any(s.get(Op.LIST, _MISSING) is None for s in seen)
+def _reads(answers: Sequence[Access]) -> bool:
+    return any(s.get(Op.LIST, _MISSING) is None for s in answers)

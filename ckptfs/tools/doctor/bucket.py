@@ -50,8 +50,8 @@ def bucket_rules(session: Session) -> Findings:
     """Report versioning, object lock and lifecycle rules."""
     run, rank = session.run, session.rank
 
-    def judge(_: Sequence[World], seen: Sequence[Rules | None]) -> Findings:
-        return judge_rules(seen[0], _how_to_look(session.uri.protocol))
+    def judge(_: Sequence[World], answers: Sequence[Rules | None]) -> Findings:
+        return judge_rules(answers[0], _how_to_look(session.uri.protocol))
 
     # One bucket has one set of rules: rank 0 asks.
     return session.step(
@@ -83,12 +83,12 @@ def _how_to_look(protocol: str) -> str:
     return _COMMANDS.get(_ALIASES.get(protocol, protocol), "ask whoever runs this store")
 
 
-def judge_rules(seen: Rules | None, how_to_look: str) -> Findings:
+def judge_rules(answers: Rules | None, how_to_look: str) -> Findings:
     """Return the findings on the rules. how_to_look: advice if the client cannot read them."""
-    if seen is None:
+    if answers is None:
         told = "this client cannot ask"
         return tuple(Finding(n, _THEME, Verdict.UNKNOWN, told, "", how_to_look) for n in _NAMES)
-    return (_versioning(seen), _lock(seen), *_lifecycle(seen))
+    return (_versioning(answers), _lock(answers), *_lifecycle(answers))
 
 
 def _unknown(name: str, refusal: Refusal) -> Finding:
@@ -100,8 +100,8 @@ def _unknown(name: str, refusal: Refusal) -> Finding:
     return Finding(name, _THEME, Verdict.UNKNOWN, told, "", refusal.hint)
 
 
-def _rules(seen: Rules) -> tuple[Rule, ...]:
-    return () if isinstance(seen.lifecycle, Refusal) else seen.lifecycle
+def _rules(answers: Rules) -> tuple[Rule, ...]:
+    return () if isinstance(answers.lifecycle, Refusal) else answers.lifecycle
 
 
 def _for_us(rule: Rule, prefix: str) -> bool:
@@ -109,8 +109,8 @@ def _for_us(rule: Rule, prefix: str) -> bool:
     return prefix.startswith(rule.prefix) or rule.prefix.startswith(prefix)
 
 
-def _versioning(seen: Rules) -> Finding:
-    name, found = "versioning", seen.versioning
+def _versioning(answers: Rules) -> Finding:
+    name, found = "versioning", answers.versioning
     if isinstance(found, Refusal):
         return _unknown(name, found)
     if found is Versioning.OFF:
@@ -118,7 +118,9 @@ def _versioning(seen: Rules) -> Finding:
     if found is Versioning.SUSPENDED:
         told = "suspended: older versions may still be kept and paid for"
         return Finding(name, _THEME, Verdict.OK, told)
-    kept = [r for r in _rules(seen) if r.versions_days is not None and _for_us(r, seen.prefix)]
+    kept = [
+        r for r in _rules(answers) if r.versions_days is not None and _for_us(r, answers.prefix)
+    ]
     if kept:
         days = min(r.versions_days or 0 for r in kept)
         told = f"on; noncurrent versions expire after {days:.0f} days"
@@ -133,8 +135,8 @@ def _versioning(seen: Rules) -> Finding:
     )
 
 
-def _lock(seen: Rules) -> Finding:
-    name, found = "object-lock", seen.lock
+def _lock(answers: Rules) -> Finding:
+    name, found = "object-lock", answers.lock
     if isinstance(found, Refusal):
         return _unknown(name, found)
     if found is None:
@@ -152,10 +154,10 @@ def _lock(seen: Rules) -> Finding:
     )
 
 
-def _lifecycle(seen: Rules) -> Findings:
-    if isinstance(seen.lifecycle, Refusal):
-        return (_unknown("lifecycle", seen.lifecycle),)
-    ours = [rule for rule in _rules(seen) if _for_us(rule, seen.prefix)]
+def _lifecycle(answers: Rules) -> Findings:
+    if isinstance(answers.lifecycle, Refusal):
+        return (_unknown("lifecycle", answers.lifecycle),)
+    ours = [rule for rule in _rules(answers) if _for_us(rule, answers.prefix)]
     return (_expiry(ours), _uploads(ours))
 
 
@@ -219,8 +221,8 @@ def data_path(session: Session) -> Findings:
     """Report which library transfers the data, and why; no finding if there is no choice."""
     run = session.run
 
-    def judge(_: Sequence[World], seen: Sequence[str]) -> Findings:
-        paths = list(dict.fromkeys(path for path in seen if path))
+    def judge(_: Sequence[World], answers: Sequence[str]) -> Findings:
+        paths = list(dict.fromkeys(path for path in answers if path))
         slow = any(not path.startswith("obstore") for path in paths)
         meaning = "each file is written and read in one stream, not in parts" if slow else ""
         text = "; ".join(paths)

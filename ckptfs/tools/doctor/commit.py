@@ -84,8 +84,8 @@ def exclusive_create(session: Session) -> Findings:
     for _ in range(session.settings.rounds):
         control.step("doctor.race", racer.run)
 
-    def judge(_: Sequence[World], seen: Sequence[_Race]) -> Findings:
-        return (_judge_race(name, seen, groups),)
+    def judge(_: Sequence[World], reports: Sequence[_Race]) -> Findings:
+        return (_judge_race(name, reports, groups),)
 
     def failed(worlds: Sequence[World], refused: Mapping[int, Refusal]) -> Finding:
         return failure(name, _THEME, worlds, refused, _TWO_WRITERS)
@@ -152,13 +152,13 @@ class _Racer:
             self._clock.wait(0.05)
 
 
-def _judge_race(name: str, seen: Sequence[_Race], groups: Sequence[Sequence[int]]) -> Finding:
-    rounds, racers, wrong = len(seen[0].wins), 0, []
+def _judge_race(name: str, reports: Sequence[_Race], groups: Sequence[Sequence[int]]) -> Finding:
+    rounds, racers, wrong = len(reports[0].wins), 0, []
     for ranks in groups:
         racers += _THREADS * len(ranks)
         for number in range(rounds):
-            won = [mark for rank in ranks for mark in seen[rank].wins[number]]
-            held = {seen[rank].holds[number] for rank in ranks}
+            won = [mark for rank in ranks for mark in reports[rank].wins[number]]
+            held = {reports[rank].holds[number] for rank in ranks}
             if len(won) != 1 or held != set(won):
                 wrong.append(f"round {number}: {many(len(won), 'winner')}, {_read(held)}")
     data = {"rounds": rounds, "racers": racers, "wrong": len(wrong)}
@@ -206,9 +206,12 @@ def atomic_replace(session: Session) -> Findings:
     """Replace a file while a thread reads it."""
     name = "atomic-replace"
 
-    def judge(worlds: Sequence[World], seen: Sequence[_Sightings]) -> Findings:
-        done, wrong = f"replaced {max(s.times for s in seen)} times", "a reader saw neither whole"
-        return (_of_looks(worlds, seen, name, done, wrong, least=FEW_LOOKS),)
+    def judge(worlds: Sequence[World], reports: Sequence[_Sightings]) -> Findings:
+        done, wrong = (
+            f"replaced {max(s.times for s in reports)} times",
+            "a reader saw neither whole",
+        )
+        return (_of_looks(worlds, reports, name, done, wrong, least=FEW_LOOKS),)
 
     look = partial(_look_at_replace, session.storage, session.rank, session.settings)
     return session.step(name, _THEME, look, judge)
@@ -236,9 +239,9 @@ def rename_directory(session: Session) -> Findings:
             ),
         )
 
-    def judge(worlds: Sequence[World], seen: Sequence[_Sightings]) -> Findings:
+    def judge(worlds: Sequence[World], reports: Sequence[_Sightings]) -> Findings:
         done, wrong = "renamed with files in it", "half a directory was seen"
-        return (_of_looks(worlds, seen, name, done, wrong),)
+        return (_of_looks(worlds, reports, name, done, wrong),)
 
     look = partial(_look_at_rename, session.storage, session.rank)
     return session.step(name, _THEME, look, judge)
@@ -293,14 +296,14 @@ def _look_at_replace(storage: Storage, rank: int, settings: Settings) -> _Sighti
     """Replace one file many times while a thread reads it, so that even a short gap is noticed."""
     key, clock = f"replace/rank-{rank}", settings.clock
 
-    def look(seen: _Looks) -> None:
+    def look(reports: _Looks) -> None:
         try:
             data = storage.read(key)
         except NotFoundError:
-            seen.missing += 1
+            reports.missing += 1
             return
         if data != data[:_DIGITS] * _REPEATS:
-            seen.torn += 1
+            reports.torn += 1
 
     def act(reader: _Looks) -> int:
         begun_s, times = clock.now_s(), 1
@@ -322,13 +325,13 @@ def _look_at_rename(storage: Storage, rank: int) -> _Sightings:
     """Rename a directory of files while a thread lists it: a partial listing counts as torn."""
     before, after = f"rename/before-{rank}", f"rename/after-{rank}"
 
-    def look(seen: _Looks) -> None:
+    def look(reports: _Looks) -> None:
         try:
             names = storage.list(after)
         except NotFoundError:
             return
         if len(names) != _FILES:
-            seen.torn += 1
+            reports.torn += 1
 
     def act(_: _Looks) -> int:
         storage.rename(before, after)
@@ -346,7 +349,7 @@ def _look_at_rename(storage: Storage, rank: int) -> _Sightings:
 
 def _of_looks(
     worlds: Sequence[World],
-    seen: Sequence[_Sightings],
+    reports: Sequence[_Sightings],
     name: str,
     done: str,
     wrong: str,
@@ -354,11 +357,11 @@ def _of_looks(
     least: int = 0,
 ) -> Finding:
     """Return the finding on what readers saw. least: looks that each rank needs for a verdict."""
-    bad = [rank for rank, s in enumerate(seen) if s.missing or s.torn]
-    looks = sum(s.looks for s in seen)
-    data = {"looks": looks, "wrong": sum(s.missing + s.torn for s in seen)}
+    bad = [rank for rank, s in enumerate(reports) if s.missing or s.torn]
+    looks = sum(s.looks for s in reports)
+    data = {"looks": looks, "wrong": sum(s.missing + s.torn for s in reports)}
     if bad:
-        torn, missing = sum(s.torn for s in seen), sum(s.missing for s in seen)
+        torn, missing = sum(s.torn for s in reports), sum(s.missing for s in reports)
         return Finding(
             name,
             _THEME,
@@ -369,7 +372,7 @@ def _of_looks(
             data,
         )
     text = f"{done}; {many(looks, 'look')}, all whole"
-    if least and min(s.looks for s in seen) < least:
+    if least and min(s.looks for s in reports) < least:
         advice = "ask again when the place is less busy"
         return Finding(name, _THEME, Verdict.UNKNOWN, f"{text}: too few to tell", "", advice, data)
     return Finding(name, _THEME, Verdict.OK, text, data=data)
@@ -468,9 +471,9 @@ def multipart(session: Session) -> Findings:
     )
 
 
-def _judge_uploads(worlds: Sequence[World], seen: Sequence[_Uploads]) -> Findings:
+def _judge_uploads(worlds: Sequence[World], reports: Sequence[_Uploads]) -> Findings:
     found = []
-    forgets = all("multipart-list" not in uploads for uploads in seen)
+    forgets = all("multipart-list" not in uploads for uploads in reports)
     for name, done, meaning in (
         ("multipart", "two parts were put and completed",
          "files of more than one part cannot be saved"),
@@ -481,7 +484,7 @@ def _judge_uploads(worlds: Sequence[World], seen: Sequence[_Uploads]) -> Finding
          else "an upload under way is listed",
          "`ckptfs gc` cannot find what killed jobs left behind; a lifecycle rule can"),
     ):  # fmt: skip
-        answers = (uploads.get(name) for uploads in seen)
+        answers = (uploads.get(name) for uploads in reports)
         refused = {rank: r for rank, r in enumerate(answers) if r is not None}
         if not refused:
             found.append(Finding(name, _THEME, Verdict.OK, done))

@@ -17,8 +17,8 @@ from ckptfs.tools.doctor.report import Finding, Theme, Verdict, on_ranks
 from ckptfs.tools.doctor.session import Findings, Need, Refusal, Session, Why, check
 
 __all__ = [
+    "FreeSpace",
     "Mount",
-    "Room",
     "free_space",
     "inodes",
     "judge_inodes",
@@ -27,7 +27,7 @@ __all__ = [
     "judge_quota",
     "judge_space",
     "look_at_mount",
-    "look_at_room",
+    "measure_free_space",
     "mount",
     "mounts_of",
     "names",
@@ -70,7 +70,7 @@ _QUOTA_TOOLS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FreeSpace:
     """What is free; None if the place does not say."""
 
     free_bytes: int | None
@@ -78,7 +78,7 @@ class Room:
     full: Refusal | None = None  # a write that failed for lack of space
 
 
-def look_at_room(session: Session) -> list[Room]:
+def measure_free_space(session: Session) -> list[FreeSpace]:
     """Return the free space by rank, with writes that failed for lack of space. Collective."""
     told = session.control.step("doctor.room", lambda: _room(session.run))
     full = [
@@ -88,31 +88,37 @@ def look_at_room(session: Session) -> list[Room]:
     return [replace(t, full=t.full or f) for t, f in zip(told, full, strict=True)]
 
 
-def _room(storage: Storage) -> Room:
+def _room(storage: Storage) -> FreeSpace:
     try:
         found = storage.space()
     except StorageError as error:
-        return Room(None, None, Refusal.of(error))
-    return Room(None, None) if found is None else Room(found.free_bytes, found.free_inodes)
+        return FreeSpace(None, None, Refusal.of(error))
+    return (
+        FreeSpace(None, None) if found is None else FreeSpace(found.free_bytes, found.free_inodes)
+    )
 
 
 @check()
 def free_space(session: Session) -> Findings:
     """Compare the free bytes with what the job needs."""
-    session.rooms = look_at_room(session)
+    session.rooms = measure_free_space(session)
     return (judge_space(session.worlds, session.rooms, session.settings.needs_bytes),)
 
 
-def judge_space(worlds: Sequence[World], seen: Sequence[Room], needs_bytes: int | None) -> Finding:
+def judge_space(
+    worlds: Sequence[World], answers: Sequence[FreeSpace], needs_bytes: int | None
+) -> Finding:
     """Return the finding on free space. The rank with the least space decides."""
     name, theme = "free-space", Theme.SPACE
-    full = {rank: room.full for rank, room in enumerate(seen) if room.full is not None}
+    full = {rank: room.full for rank, room in enumerate(answers) if room.full is not None}
     meaning = "the next save fails; what was committed stays"
     if full:
         first = next(iter(full.values()))
         text = f"{on_ranks(worlds, full)}{first.text}"
         return Finding(name, theme, Verdict.FAIL, text, meaning, "free space, or ask for quota")
-    told = {rank: room.free_bytes for rank, room in enumerate(seen) if room.free_bytes is not None}
+    told = {
+        rank: room.free_bytes for rank, room in enumerate(answers) if room.free_bytes is not None
+    }
     if not told:
         seen_text = (
             "the place does not tell"
@@ -145,10 +151,10 @@ def inodes(session: Session) -> Findings:
     return judge_inodes(session.worlds, session.rooms)
 
 
-def judge_inodes(worlds: Sequence[World], seen: Sequence[Room]) -> Findings:
+def judge_inodes(worlds: Sequence[World], answers: Sequence[FreeSpace]) -> Findings:
     """Return a warning if few inodes are left, a failure if almost none are, whatever the space."""
     told = {
-        rank: room.free_inodes for rank, room in enumerate(seen) if room.free_inodes is not None
+        rank: room.free_inodes for rank, room in enumerate(answers) if room.free_inodes is not None
     }
     if not told:
         return ()
@@ -349,9 +355,9 @@ def _look_at_names(storage: Storage, rank: int) -> _Names | None:
     return {_CASE: folded, **found}
 
 
-def judge_names(_: Sequence[World], seen: Sequence[_Names | None]) -> Findings:
+def judge_names(_: Sequence[World], answers: Sequence[_Names | None]) -> Findings:
     """Return a warning that lists the kinds of names that did not come back as they were given."""
-    tried = [names for names in seen if names is not None]
+    tried = [names for names in answers if names is not None]
     if not tried:
         return ()
     refused = sorted({kind for names in tried for kind, r in names.items() if r is not None})

@@ -51,7 +51,7 @@ from ckptfs.uri import Uri, mask_credentials
 
 if TYPE_CHECKING:
     from ckptfs.tools.doctor.access import Access
-    from ckptfs.tools.doctor.mount import Mount, Room
+    from ckptfs.tools.doctor.mount import FreeSpace, Mount
 
 __all__ = [
     "ABOUT",
@@ -370,7 +370,7 @@ class Session:
     access: list[Access] = field(default_factory=list)
     mounts: list[Mount | None] = field(default_factory=list)
     caps: list[Capabilities] = field(default_factory=list)
-    rooms: list[Room] = field(default_factory=list)
+    rooms: list[FreeSpace] = field(default_factory=list)
     placement: Placement | Refusal | None = None  # None if nothing can be written
 
     @property
@@ -506,9 +506,9 @@ def _without_leftovers(scratch: ScratchDirectory, wall_s: float) -> dict[str, Re
 
 
 def _judge_leftovers(
-    _: Sequence[World], seen: Sequence[dict[str, Refusal | None]]
+    _: Sequence[World], answers: Sequence[dict[str, Refusal | None]]
 ) -> tuple[Finding, ...]:
-    found = {name: refusal for told in seen for name, refusal in told.items()}
+    found = {name: refusal for told in answers for name, refusal in told.items()}
     stay = sorted(name for name, refusal in found.items() if refusal is not None)
     if stay:
         return (

@@ -198,7 +198,7 @@ class _Watcher:
         self._storage.make_dir(_DIR)
         self._storage.list(_DIR)
         for rank in writers:
-            self._is_there(rank)
+            self._is_present(rank)
 
     def write(self) -> None:
         """Write this rank's file."""
@@ -211,7 +211,7 @@ class _Watcher:
         try:
             while True:
                 for rank in [rank for rank, at in seen.items() if at is None]:
-                    if self._is_there(rank):
+                    if self._is_present(rank):
                         seen[rank] = self._clock.now_s() - begun_s
                 if None not in seen.values() or self._clock.now_s() - begun_s >= patience_s:
                     return _Arrivals(seen)
@@ -220,7 +220,7 @@ class _Watcher:
         except StorageError as error:
             return _Arrivals(seen, Refusal.of(error))
 
-    def _is_there(self, rank: int) -> bool:
+    def _is_present(self, rank: int) -> bool:
         try:
             if self._fresh:
                 self._storage.refresh(_DIR)
@@ -314,7 +314,7 @@ def clocks(session: Session) -> Findings:
     # Every rank reads its clock after rank 0 called the step above and before it leaves this one.
     told_s = control.step("doctor.clock.read", clock.wall_s)
     bounds_s = control.step(
-        "doctor.clock.bounds", lambda: (called_s, clock.wall_s()), lambda told: told[0]
+        "doctor.clock.bounds", lambda: (called_s, clock.wall_s()), lambda answers: answers[0]
     )
 
     def look() -> Clocks:
@@ -374,15 +374,15 @@ def _server_date(endpoint: str) -> float | None:
         return None
 
 
-def judge_clocks(worlds: Sequence[World], seen: Sequence[Clocks]) -> Findings:
+def judge_clocks(worlds: Sequence[World], answers: Sequence[Clocks]) -> Findings:
     """Return the findings on the clocks. No decision of ckptfs depends on a clock."""
     found = []
     if len(worlds) > 1:
-        skews = {rank: _least(s.rank_s) for rank, s in enumerate(seen) if rank}
+        skews = {rank: _least(s.rank_s) for rank, s in enumerate(answers) if rank}
         rank = max(skews, key=lambda r: abs(skews[r]))
         who = f"rank {rank} on {worlds[rank].site} against rank 0"
-        found.append(_skew("clock-ranks", skews[rank], who, max(_slack(s.rank_s) for s in seen)))
-    told = {rank: s for rank, s in enumerate(seen) if s.place_s is not None}
+        found.append(_skew("clock-ranks", skews[rank], who, max(_slack(s.rank_s) for s in answers)))
+    told = {rank: s for rank, s in enumerate(answers) if s.place_s is not None}
     if not told:
         nobody = "the place does not tell its time"
         return (*found, Finding("clock-storage", _THEME, Verdict.UNKNOWN, nobody))

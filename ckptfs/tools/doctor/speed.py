@@ -73,17 +73,17 @@ def _look_at_latency(storage: Storage, rank: int) -> Latency:
     return taken
 
 
-def judge_latency(_: Sequence[World], seen: Sequence[Latency]) -> Findings:
+def judge_latency(_: Sequence[World], answers: Sequence[Latency]) -> Findings:
     """Return the finding on latency; a warning only if commits would be extremely slow."""
     name = "latency"
     told, data, worst_s = [], {}, 0.0
-    for what in seen[0]:
-        times = [t for s in seen for t in s[what]]
+    for what in answers[0]:
+        times = [t for s in answers for t in s[what]]
         middle_s, most_s = median(times), max(times)
         told.append(f"{what} {seconds(middle_s)} (at most {seconds(most_s)})")
         data[what] = {"median_s": middle_s, "max_s": most_s}
         worst_s = max(worst_s, middle_s)
-    text = f"{', '.join(told)}; {many(len(seen), 'rank')} at once"
+    text = f"{', '.join(told)}; {many(len(answers), 'rank')} at once"
     if worst_s <= _SLOW_S:
         return (Finding(name, Theme.SPEED, Verdict.OK, text, data=data),)
     meaning = "every commit takes several such operations one after another"
@@ -112,14 +112,14 @@ def bandwidth(session: Session) -> Findings:
     if any(room.free_bytes is not None and room.free_bytes < wanted for room in session.rooms):
         why = "not measured: too little space"
         return (Finding("write-bandwidth", Theme.SPEED, Verdict.UNKNOWN, why, "", "--size 8MiB"),)
-    written = control.step("doctor.write", lambda: _write_whole(storage, rank, size_bytes))
+    written = control.step("doctor.write", lambda: _write_file(storage, rank, size_bytes))
     mine = next(group for group in session.groups if rank in group)
 
     def look() -> Transfer | Refusal:
         return _read_back(storage, _reads(control.worlds, mine, rank), written[rank])
 
-    def judge(_: Sequence[World], seen: Sequence[Transfer]) -> Findings:
-        return judge_bandwidth(seen, settings.needs_bytes)
+    def judge(_: Sequence[World], answers: Sequence[Transfer]) -> Findings:
+        return judge_bandwidth(answers, settings.needs_bytes)
 
     return session.step("write-bandwidth", Theme.SPEED, look, judge, _failed)
 
@@ -140,7 +140,7 @@ def _failed(worlds: Sequence[World], refused: Mapping[int, Refusal]) -> Finding:
     return failure(name, Theme.SPEED, worlds, refused)
 
 
-def _write_whole(storage: Storage, rank: int, size_bytes: int) -> Transfer | Refusal:
+def _write_file(storage: Storage, rank: int, size_bytes: int) -> Transfer | Refusal:
     """Write this rank's file durably. Its bytes are random and made before the clock starts."""
     block = memoryview(os.urandom(min(size_bytes, _BLOCK_BYTES)))
     try:
@@ -154,10 +154,10 @@ def _write_whole(storage: Storage, rank: int, size_bytes: int) -> Transfer | Ref
                 writer.lend(piece)
                 left -= len(piece)
         storage.sync("large")
-        taken_s = time.perf_counter() - begun_s
+        duration_s = time.perf_counter() - begun_s
     except StorageError as error:
         return Refusal.of(error)
-    return Transfer(size_bytes, taken_s, cached=_let_go(storage, rank))
+    return Transfer(size_bytes, duration_s, cached=_let_go(storage, rank))
 
 
 def _let_go(storage: Storage, rank: int) -> str:
@@ -176,34 +176,34 @@ def _let_go(storage: Storage, rank: int) -> str:
     return "the server's or the disk's memory"
 
 
-def _read_back(storage: Storage, rank: int, mine: Transfer | Refusal) -> Transfer | Refusal:
-    """Read the file of ``rank`` in parallel ranges, like a load. Return ``mine`` with the time."""
-    if isinstance(mine, Refusal):
-        return mine
-    buffer = memoryview(bytearray(mine.size_bytes))
+def _read_back(storage: Storage, rank: int, written: Transfer | Refusal) -> Transfer | Refusal:
+    """Read the file of ``rank`` in parallel ranges, like a load. Return ``written`` with the time."""
+    if isinstance(written, Refusal):
+        return written
+    buffer = memoryview(bytearray(written.size_bytes))
     try:
         begun_s = time.perf_counter()
         with storage.open_read(f"large/{rank}") as reader:
             step = max(1, reader.window_bytes)
-            spans = [(at, buffer[at : at + step]) for at in range(0, mine.size_bytes, step)]
+            spans = [(at, buffer[at : at + step]) for at in range(0, written.size_bytes, step)]
             with ThreadPoolExecutor(max(1, reader.concurrency)) as pool:
                 list(pool.map(lambda span: reader.read_into(*span), spans))
-        taken_s = time.perf_counter() - begun_s
+        duration_s = time.perf_counter() - begun_s
     except StorageError as error:
         raise ReadFailedError(error) from error
-    return replace(mine, read_s=taken_s)
+    return replace(written, read_s=duration_s)
 
 
-def judge_bandwidth(seen: Sequence[Transfer], needs_bytes: int | None) -> Findings:
+def judge_bandwidth(answers: Sequence[Transfer], needs_bytes: int | None) -> Findings:
     """Return the findings on bandwidth, with an estimated time for ``needs_bytes``.
 
     A transfer that is too short gets no warning.
     """
-    total = sum(s.size_bytes for s in seen)
-    each = f"{many(len(seen), 'rank')} x {size_text(seen[0].size_bytes)}"
-    write_s = max(s.write_s for s in seen)
-    read_s = max(s.read_s for s in seen)
-    cached = next((s.cached for s in seen if s.cached), "")
+    total = sum(s.size_bytes for s in answers)
+    each = f"{many(len(answers), 'rank')} x {size_text(answers[0].size_bytes)}"
+    write_s = max(s.write_s for s in answers)
+    read_s = max(s.read_s for s in answers)
+    cached = next((s.cached for s in answers if s.cached), "")
     written = _of("write-bandwidth", total, write_s, f"{each}, durable")
     read = _of(
         "read-bandwidth", total, read_s, each + (f"; from {cached} perhaps" if cached else "")
@@ -218,11 +218,11 @@ def judge_bandwidth(seen: Sequence[Transfer], needs_bytes: int | None) -> Findin
     )  # fmt: skip
 
 
-def _of(name: str, total_bytes: int, taken_s: float, how: str) -> Finding:
-    rate = total_bytes / max(taken_s, 1e-9)
+def _of(name: str, total_bytes: int, duration_s: float, how: str) -> Finding:
+    rate = total_bytes / max(duration_s, 1e-9)
     text = f"{rate / 1e6:.0f} MB/s ({how})"
-    data = {"bytes_per_s": rate, "bytes": total_bytes, "seconds": taken_s}
-    if rate >= _SLOW_BYTES_PER_S or taken_s < _LONG_S:
+    data = {"bytes_per_s": rate, "bytes": total_bytes, "seconds": duration_s}
+    if rate >= _SLOW_BYTES_PER_S or duration_s < _LONG_S:
         return Finding(name, Theme.SPEED, Verdict.OK, text, data=data)
     meaning = "a checkpoint of 10 GB takes more than half an hour"
     advice = (
