@@ -160,27 +160,27 @@ def async_save(
     if run is not None:
         world = run.session.control.world
         need_group(world)
-        aside = _resources_of(run)
-        opening: _Opening = partial(_in_run, run, aside, uri)
+        resources = _resources_of(run)
+        opening: _Opening = partial(_in_run, run, resources, uri)
     else:
         world = World.detect(process_group)
         need_group(world)
-        aside = _PROCESS.aside(world)
+        resources = _PROCESS.resources(world)
         ranks = _torch.group_ranks(process_group) if world.size > 1 else ()
         opener = control_opener(
-            world, process_group, timeout_s, name=aside.opening(ranks), closes_at_exit=False
+            world, process_group, timeout_s, name=resources.opening(ranks), closes_at_exit=False
         )
         place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
-        opening = partial(_alone, opener, aside, uri, place, (exists, how, wait_s))
+        opening = partial(_alone, opener, resources, uri, place, (exists, how, wait_s))
 
     options = WriteOptions(
         threads,
         require_space,
         writers_per_node,
         how,
-        aside.memory,
+        resources.memory,
         WriteEngineName(engine),
-        aside.plans,
+        resources.plans,
     )
 
     def save(staged: Staged, watch: Watch) -> SaveResult:
@@ -197,8 +197,8 @@ def async_save(
                 staged, session, agreed, spec, options, started=pending.began, watch=watch
             )
 
-    aside.buffers.resize(host_memory_bytes)
-    return begin_in_background(state, pending, save, aside, compare_ranks=world.size > 1)
+    resources.buffers.resize(host_memory_bytes)
+    return begin_in_background(state, pending, save, resources, compare_ranks=world.size > 1)
 
 
 @dataclass(slots=True)
@@ -359,14 +359,16 @@ class _Process:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._aside: SaveResources | None = None
+        self._resources: SaveResources | None = None
 
-    def aside(self, world: World) -> SaveResources:
+    def resources(self, world: World) -> SaveResources:
         """Return the SaveResources, made by the first call, and again in a forked child."""
         with self._lock:
-            if self._aside is None or self._aside.pid != os.getpid():
-                self._aside = SaveResources(SaveWorker(), HostBuffers(local_ranks=world.local_size))
-            return self._aside
+            if self._resources is None or self._resources.pid != os.getpid():
+                self._resources = SaveResources(
+                    SaveWorker(), HostBuffers(local_ranks=world.local_size)
+                )
+            return self._resources
 
 
 _PROCESS = _Process()
@@ -383,8 +385,8 @@ def _resources_of(run: Run) -> SaveResources:
         run.aside = made = SaveResources(SaveWorker(), buffers, session, plans=plans_of(run))
         # If the run is garbage collected, no save is in progress, because its job would refer to the run.
         run.closing.callback(made.close, 0.0)
-    aside: SaveResources = run.aside
-    return aside
+    resources: SaveResources = run.aside
+    return resources
 
 
 @contextlib.contextmanager

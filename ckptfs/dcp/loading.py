@@ -215,13 +215,13 @@ def plan_load(
         planner.handed_over = handed_over
         planner.set_up_planner(flat, is_coordinator=control.rank == 0)
         with gc_paused():
-            mine = own_keys(
+            own = own_keys(
                 inventory.keys, control.rank, control.size, saved_world, planner.state_dict.keys()
             )
-            seen = Renamed(inventory, mine) if mine else inventory
-            held.append(planner.create_reads(seen))
+            view = Renamed(inventory, own) if own else inventory
+            held.append(planner.create_reads(view))
             if planner.allowed:
-                planner.refuse_empty(seen)
+                planner.refuse_empty(view)
             return RequestedKeys.of(inventory.keys, planner.state_dict.keys())
 
     def decide(requested: list[RequestedKeys]) -> tuple[str, ...]:
@@ -294,9 +294,9 @@ def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> N
     Objects are last, in sorted order of their keys, because they may communicate with other ranks.
     """
     objects = stateful_keys(state_dict)
-    theirs = frozenset(objects)
+    object_keys = frozenset(objects)
     for key in list(state_dict):  # not items(): 20,000 tuples would start the garbage collector
-        if key not in theirs:
+        if key not in object_keys:
             state_dict[key] = loaded[key]
     for key in objects:
         state_dict[key].load_state_dict(loaded[key])

@@ -386,7 +386,7 @@ def bundles(
     """
     numbered = [(position, items[position]) for position in sorted(write)]
     objects = [pair for pair in numbered if pair[1].type is WriteItemType.BYTE_IO]
-    kept = [pair for pair in objects if pair[0] in stable]
+    stable_objects = [pair for pair in objects if pair[0] in stable]
     new = [pair for pair in objects if pair[0] not in stable]
     tensors = [pair for pair in numbered if pair[1].type is not WriteItemType.BYTE_IO]
     total = sum(size_bytes(item) for _, item in tensors)
@@ -394,7 +394,7 @@ def bundles(
     alone = [pair for pair in tensors if size_bytes(pair[1]) >= cut.alone_bytes]
     small = [pair for pair in tensors if size_bytes(pair[1]) < cut.alone_bytes]
     return [
-        *(group for group in (kept, new) if group),
+        *(group for group in (stable_objects, new) if group),
         *_cut([pair for pair in small if pair[0] in stable], bound),
         *_cut([pair for pair in small if pair[0] not in stable], bound),
         *([pair] for pair in alone),
@@ -446,7 +446,7 @@ class _Outcome:
     """What was written, what was taken over, and all that could have been taken over."""
 
     written: Written
-    taken: tuple[_ReusedFile, ...]
+    reused: tuple[_ReusedFile, ...]
     unchanged: Mapping[int, HeldItem]
 
 
@@ -491,13 +491,15 @@ def write_changed(
     same = {} if base is None else _compare(items_here, base)
     unchanged = {position: one.held for position, one in same.items()}
     in_use = {} if base is None else files_in_use(base, unchanged)
-    taken = [] if base is None else _take(base, in_use, site, items_here.rank)
-    used = {position for taking in taken for position in taking.positions}
+    reused = [] if base is None else _take(base, in_use, site, items_here.rank)
+    used = {position for reused_file in reused for position in reused_file.positions}
     for position in used:
         same[position].done()
     compare_s = time.perf_counter() - started
-    rest = [position for position in range(len(items_here.items)) if position not in used]
-    files = files_for(site.storage, site.prefix, [items_here.items[at] for at in rest], threads)
+    remaining = [position for position in range(len(items_here.items)) if position not in used]
+    files = files_for(
+        site.storage, site.prefix, [items_here.items[at] for at in remaining], threads
+    )
     written = write_files(
         site.storage,
         site.prefix,
@@ -506,12 +508,12 @@ def write_changed(
         items_here.resolve,
         engine=engine,
         threads=files,
-        buckets=bundles(items_here.items, rest, unchanged.keys() - used, memory.cut, files),
+        buckets=bundles(items_here.items, remaining, unchanged.keys() - used, memory.cut, files),
         first=0 if site.is_shared else len(in_use),
     )
-    if taken and not written.names:
+    if reused and not written.names:
         site.storage.sync(site.prefix.rstrip("/"))
-    outcome = _Outcome(written, tuple(taken), unchanged)
+    outcome = _Outcome(written, tuple(reused), unchanged)
     part = _part_of(site, outcome)
     memory.learn(_as_base(items_here, site, part, outcome))
     counters = dataclasses.replace(part.counters, verify_s=part.counters.verify_s + compare_s)
@@ -538,7 +540,7 @@ def _compare(items_here: RankItems, base: Base) -> dict[int, _Same]:
 
 
 def _take(base: Base, in_use: Mapping[str, list[int]], site: Site, rank: int) -> list[_ReusedFile]:
-    taken: list[_ReusedFile] = []
+    reused: list[_ReusedFile] = []
     for number, (path, positions) in enumerate(in_use.items()):
         held = base.files[path]
         if site.keys.shape is Shape.OBJECT:
@@ -548,8 +550,8 @@ def _take(base: Base, in_use: Mapping[str, list[int]], site: Site, rank: int) ->
             name = f"{site.keys.save_id}/{data_name(rank, number)}"
             file = _linked(base, held, site, name)
         if file is not None:
-            taken.append(_ReusedFile(file, tuple(positions)))
-    return taken
+            reused.append(_ReusedFile(file, tuple(positions)))
+    return reused
 
 
 def _linked(base: Base, held: HeldFile, site: Site, path: str) -> HeldFile | None:
@@ -598,14 +600,16 @@ def _part_of(site: Site, outcome: _Outcome) -> WrittenPart:
     placed = [
         tuple(
             Placed(p, unchanged[p].digests.offset, unchanged[p].digests.length)
-            for p in taking.positions
+            for p in reused_file.positions
         )
-        for taking in outcome.taken
+        for reused_file in outcome.reused
     ]
-    files = [record for t in outcome.taken for record in (t.file.record, t.file.sidecar)]
-    kept = [place.length for places in placed for place in places]
+    files = [record for t in outcome.reused for record in (t.file.record, t.file.sidecar)]
+    reused_lengths = [place.length for places in placed for place in places]
     counters = dataclasses.replace(
-        own.counters, items=own.counters.items + len(kept), referenced_bytes=sum(kept)
+        own.counters,
+        items=own.counters.items + len(reused_lengths),
+        referenced_bytes=sum(reused_lengths),
     )
     payload = encode_placed([*placed, *written.placed])
     return WrittenPart((*files, *own.files), counters, payload)
@@ -616,9 +620,11 @@ def _as_base(items_here: RankItems, site: Site, part: WrittenPart, outcome: _Out
     records = {record.path: record for record in part.files}
     files = {r.path: HeldFile(r, records[r.digests]) for r in part.files if r.digests is not None}
     items: dict[MetadataIndex, HeldItem] = {}
-    for taking in outcome.taken:
-        for position in taking.positions:
-            moved = dataclasses.replace(outcome.unchanged[position], path=taking.file.record.path)
+    for reused_file in outcome.reused:
+        for position in reused_file.positions:
+            moved = dataclasses.replace(
+                outcome.unchanged[position], path=reused_file.file.record.path
+            )
             items[items_here.items[position].index] = moved
     written = outcome.written
     for name, placed, digests in zip(written.names, written.placed, written.digests, strict=True):

@@ -354,10 +354,10 @@ class _Machine:
         Returns:
             Where the records end; 0 if the first one does not have the usual form.
         """
-        is_kept = self.data[at + 2 : at + 3] == b"\x94"
-        if is_kept and self.has_holes:
+        is_memoized = self.data[at + 2 : at + 3] == b"\x94"
+        if is_memoized and self.has_holes:
             return 0
-        return kind.make(self, PATTERNS[is_kept][kind.record], at, got, is_kept)
+        return kind.make(self, PATTERNS[is_memoized][kind.record], at, got, is_memoized)
 
     def are(self, raws: tuple[Any, ...], values: Sequence[Any]) -> bool:
         """Return whether these opcodes get these values; if they do, remember them as known."""
@@ -410,8 +410,8 @@ class _Machine:
         made = _new(Chunk, (offsets, sizes))
         if is_memoized:
             if offsets and sizes:
-                kept = (made, _HIDDEN, offsets, _HIDDEN, offsets, sizes, _HIDDEN, sizes)
-                self.memo += kept
+                entries = (made, _HIDDEN, offsets, _HIDDEN, offsets, sizes, _HIDDEN, sizes)
+                self.memo += entries
             else:
                 self.memo += (made, _HIDDEN)
                 self.keep_size(raw, offsets)

@@ -201,13 +201,13 @@ def fill(
     """
     lengths = np.array([len(record.opcodes) for record in records], np.int64)[kinds]
     ends = np.append(0, np.cumsum(lengths))
-    whole = np.empty(int(ends[-1]), np.uint8)
+    output = np.empty(int(ends[-1]), np.uint8)
     for number in np.unique(kinds).tolist():
         record = records[number]
         size = len(record.opcodes)
-        mine = np.flatnonzero(kinds == number)
-        for at in range(0, len(mine) if size else 0, _BLOCK):
-            rows = mine[at : at + _BLOCK]
+        rows_of_kind = np.flatnonzero(kinds == number)
+        for at in range(0, len(rows_of_kind) if size else 0, _BLOCK):
+            rows = rows_of_kind[at : at + _BLOCK]
             block = np.empty((len(rows), size), np.uint8)
             block[:] = np.frombuffer(bytes(record.opcodes), np.uint8)
             found = {name: columns[name](rows) for name in {hole[0] for hole in record.holes}}
@@ -217,10 +217,10 @@ def fill(
                 block[:, place : place + width] = raw.reshape(len(rows), width)
             first, last = int(ends[rows[0]]), int(ends[rows[-1] + 1])
             if last - first == block.size:  # the rows are contiguous
-                whole[first:last] = block.reshape(-1)
+                output[first:last] = block.reshape(-1)
             else:
-                whole[ends[rows][:, None] + np.arange(size)] = block
-    return whole.data, ends
+                output[ends[rows][:, None] + np.arange(size)] = block
+    return output.data, ends
 
 
 # What a rank sends: file number, offset and length of each of its items, in the order of its plan.
@@ -251,7 +251,7 @@ def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> P
     rows = np.flatnonzero(world.writes)
     bounds = np.searchsorted(rows, starts).tolist()
     paths: list[str] = []
-    told, bases = [np.zeros(0, PLACED)], []
+    placed_by_rank, bases = [np.zeros(0, PLACED)], []
     for rank, (part, (a, b)) in enumerate(zip(parts, itertools.pairwise(bounds), strict=True)):
         files = [record for record in part.files if record.digests is not None]
         placed = np.frombuffer(part.payload, PLACED)
@@ -269,10 +269,10 @@ def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> P
             row = int(rows[a + int(outside.argmax())])
             key = world.table.names[int(world.table.keys[row])]
             raise IntegrityError(f"rank {rank} placed {key!r} outside its files", rank=rank)
-        told.append(placed)
+        placed_by_rank.append(placed)
         bases.append(np.full(b - a, len(paths), np.int64))
         paths += [f.path if root is None else stock_path(f, root) for f in files]
-    everything = np.concatenate(told)
+    everything = np.concatenate(placed_by_rank)
     first = np.concatenate([np.zeros(0, np.int64), *bases])
     return Placed(
         tuple(paths),
@@ -291,25 +291,25 @@ def places_for(world: World, placed: Placed, ranks: Sequence[int]) -> Places:
     """
     groups = world.groups[placed.rows]
     firsts = np.unique(groups, return_index=True)[1]
-    taken = np.arange(len(groups))
+    chosen = np.arange(len(groups))
     if len(firsts) < len(groups):
         owners = world.table.ranks[placed.rows]
         first_owner = np.zeros(int(groups.max()) + 1, np.int64)
         first_owner[groups[::-1]] = owners[::-1]
         # If a rank has an item twice, the last one counts; the same holds for a domain.
-        score = np.where(owners == first_owner[groups], taken, -1)
-        score = np.where(np.isin(owners, list(ranks)), taken + len(groups), score)
+        score = np.where(owners == first_owner[groups], chosen, -1)
+        score = np.where(np.isin(owners, list(ranks)), chosen + len(groups), score)
         order = np.lexsort((score, groups))
         last = np.append(np.diff(groups[order]) != 0, True)
         best = np.zeros(len(first_owner), np.int64)
         best[groups[order[last]]] = order[last]
-        taken = best[groups[np.sort(firsts)]]
+        chosen = best[groups[np.sort(firsts)]]
     return Places(
         placed.paths,
-        placed.rows[taken],
-        placed.files[taken],
-        placed.offsets[taken],
-        placed.lengths[taken],
+        placed.rows[chosen],
+        placed.files[chosen],
+        placed.offsets[chosen],
+        placed.lengths[chosen],
     )
 
 
@@ -556,8 +556,8 @@ def is_known_layout() -> bool:
     ]
     new_object = vars(copyreg)["__newobj__"]
     for thing, state in known:
-        told = thing.__reduce_ex__(4)
-        if told[:2] != (new_object, (type(thing),)) or (told[2] or None) != state:
+        reduced = thing.__reduce_ex__(4)
+        if reduced[:2] != (new_object, (type(thing),)) or (reduced[2] or None) != state:
             return False
     return True
 

@@ -432,12 +432,12 @@ class _Followed:
         """
         if isinstance(function, _Name) and isinstance(arguments, tuple):
             last = function.rpartition(".")[2]
-            asked = [a for a in arguments if type(a) is int]
+            sizes = [a for a in arguments if type(a) is int]
             if last == "_reconstruct":
-                asked = [
+                sizes = [
                     a for one in arguments if type(one) is tuple for a in one if type(a) is int
                 ]
-            if last in ("bytearray", "bytes", "_reconstruct") and any(a > self.size for a in asked):
+            if last in ("bytearray", "bytes", "_reconstruct") and any(a > self.size for a in sizes):
                 raise ValueError(f"{last} of more bytes than the file has")
         self.stack.append(arguments if isinstance(arguments, (_Large, tuple)) else _OPAQUE)
 

@@ -173,11 +173,11 @@ class Unpacker:
             raise ValueError("more bytes than columns")
 
     def _take(self, length: int) -> bytes:
-        taken = self._data[self._at : self._at + length]
-        if len(taken) != length:
+        raw = self._data[self._at : self._at + length]
+        if len(raw) != length:
             raise ValueError("it ends too early")
         self._at += length
-        return taken
+        return raw
 
 
 def _width(least: int, most: int) -> int:
@@ -311,10 +311,10 @@ def structure_of(plan: SavePlan) -> bytes:
     rows.ints(np.array(kinds, np.int64), "items")
     rows.ints(np.fromiter(map(ids.__getitem__, keys), np.int64, len(keys)), "items")
     rows.ints(np.array(places, np.int64), "items")
-    whole = Packer()
+    encoded = Packer()
     for section in (_pack_names(ids, mappings), table.shapes(), rows.bytes(), table.places()):
-        whole.part(section)
-    return whole.bytes()
+        encoded.part(section)
+    return encoded.bytes()
 
 
 def prints_of(plan: SavePlan) -> bytes:
@@ -331,13 +331,13 @@ def prints_of(plan: SavePlan) -> bytes:
         for item in plan.items:
             first.setdefault(item.index.fqn, item.type)
     names = dict.fromkeys(itertools.chain(_mappings_of(plan), first))
-    told = [
+    numbered_prints = [
         (n, prints[key])
         for n, key in enumerate(names)
         if key in prints and first.get(key) is not WriteItemType.SHARD
     ]
-    packer.ints(np.array([n for n, _ in told], np.int64), "fingerprints")
-    packer.part(np.array([value for _, value in told], "<u8").tobytes())
+    packer.ints(np.array([n for n, _ in numbered_prints], np.int64), "fingerprints")
+    packer.part(np.array([value for _, value in numbered_prints], "<u8").tobytes())
     return packer.bytes()
 
 
@@ -429,12 +429,12 @@ def _pack_names(keys: Mapping[str, int], mappings: Mapping[str, Path]) -> bytes:
 
 def decode_structure(data: bytes, interned: Interned) -> Columns:
     """Decode what ``structure_of`` wrote; ValueError for anything else."""
-    whole = Unpacker(data)
-    names = interned.get(whole.part(), _decode_names)
-    shapes = interned.get(whole.part(), _decode_shapes)
-    rows = interned.get(whole.part(), _decode_rows)
-    places = Unpacker(whole.part())
-    whole.end()
+    sections = Unpacker(data)
+    names = interned.get(sections.part(), _decode_names)
+    shapes = interned.get(sections.part(), _decode_shapes)
+    rows = interned.get(sections.part(), _decode_rows)
+    places = Unpacker(sections.part())
+    sections.end()
     shape_of = places.ints(below=len(shapes.sizes))
     flat = int(shapes.dims[shape_of].sum())
     offsets, lengths = places.ints(count=flat), places.ints(count=flat)

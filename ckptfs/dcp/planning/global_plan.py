@@ -95,7 +95,7 @@ def copies_for(
     if len(domains) < 2:  # noqa: PLR2004
         return extra
     sizes = {index: size for items in held for index, size in items}
-    load = [sum(sizes[index] for index in mine if index in sizes) for mine in available]
+    load = [sum(sizes[index] for index in written if index in sizes) for written in available]
     for ranks in domains:
         here = set().union(*(available[rank] for rank in ranks))
         holders: dict[Item, list[int]] = defaultdict(list)
@@ -122,11 +122,11 @@ def places_for(
     Returns:
         The place of each item.
     """
-    mine = set(ranks)
+    own_ranks = set(ranks)
     places: dict[MetadataIndex, Place] = {}
     for rank, found in enumerate(written):
         for index, place in found.items():
-            if index not in places or rank in mine:
+            if index not in places or rank in own_ranks:
                 places[index] = place
     return places
 
@@ -226,8 +226,8 @@ def table_of(ranks: Sequence[Columns]) -> Table:
 
     def keys_of(table: Names, rows: Rows) -> Ints:
         if table not in named:
-            mine = [names.setdefault(key, len(names)) for key in table.keys]
-            named[table] = np.array(mine, np.int64)
+            numbers = [names.setdefault(key, len(names)) for key in table.keys]
+            named[table] = np.array(numbers, np.int64)
         found = keyed.get((table, rows))
         if found is None:
             found = keyed[table, rows] = named[table][rows.keys]
@@ -236,15 +236,15 @@ def table_of(ranks: Sequence[Columns]) -> Table:
     def shapes_of(table: Shapes) -> Ints:
         found = numbered.get(table)
         if found is None:
-            mine = []
+            numbers = []
             for p, size in zip(table.properties, table.sizes, strict=True):
                 kind = (p.dtype, p.layout, p.requires_grad, p.memory_format, p.pin_memory)
                 number = kinds.setdefault((kind, size), len(kinds))
                 if number == len(properties):
                     properties.append(p)
-                mine.append(number)
+                numbers.append(number)
             # The last entry is for objects: their place, -1, selects it.
-            found = numbered[table] = np.array([*mine, -1], np.int64)
+            found = numbered[table] = np.array([*numbers, -1], np.int64)
         return found
 
     bases = np.cumsum([0, *(len(c.shape_of) for c in ranks)])
@@ -296,8 +296,8 @@ def _paths(ranks: Sequence[Names]) -> dict[str, Path]:
     """
     tables = list({id(names): names for names in reversed(ranks)}.values())
     merged: dict[str, Path] = {key: () for names in tables for key in names.paths}
-    seen = {id(names): names for names in ranks}
-    for names in reversed(seen.values()):
+    distinct = {id(names): names for names in ranks}
+    for names in reversed(distinct.values()):
         merged.update(names.paths)
     return merged
 
@@ -378,8 +378,8 @@ def world_of(
         StateError: The plans do not make one checkpoint.
     """
     groups, firsts = _groups(table)
-    kept = _chosen(table, groups, firsts, to_lowest_rank=to_lowest_rank)
-    rows = np.flatnonzero(kept)
+    chosen = _chosen(table, groups, firsts, to_lowest_rank=to_lowest_rank)
+    rows = np.flatnonzero(chosen)
     appears = _order_of_appearance(table.keys[rows], len(table.names))
     keyed = rows[_sorted_numbers(appears)]
     counts = np.bincount(appears)
@@ -389,9 +389,9 @@ def world_of(
     place = np.arange(len(keyed)) - np.repeat(heads, counts)
     is_tensor = table.kinds[keyed] != OBJECT
     hints[groups[keyed[is_tensor]]] = place[is_tensor]
-    _refuse_broken(table, kept, keyed, bounds)
-    writes = kept | _copies(table, groups, kept, domains)
-    return World(table, groups, kept, writes, keyed, bounds, table.keys[keyed[heads]], hints)
+    _refuse_broken(table, chosen, keyed, bounds)
+    writes = chosen | _copies(table, groups, chosen, domains)
+    return World(table, groups, chosen, writes, keyed, bounds, table.keys[keyed[heads]], hints)
 
 
 def _order_of_appearance(keys: Ints, count: int) -> Ints:
@@ -495,13 +495,13 @@ def _chosen(table: Table, groups: Ints, firsts: Ints, *, to_lowest_rank: bool) -
         ranks = table.ranks[shared[_sorted_numbers(number[groups[shared]])]]
         ends = np.cumsum(counts[several]).tolist()
         load = [0] * (len(table.starts) - 1)
-        seen: dict[bytes, list[int]] = {}
+        members_of: dict[bytes, list[int]] = {}
         for group, (a, b) in zip(several.tolist(), itertools.pairwise([0, *ends]), strict=True):
             raw = ranks[a:b].tobytes()
-            members = seen.get(raw)
+            members = members_of.get(raw)
             if members is None:
                 # In the order of stock's set: that order decides between equally loaded ranks.
-                members = seen[raw] = list(set(np.frombuffer(raw, np.int64).tolist()))
+                members = members_of[raw] = list(set(np.frombuffer(raw, np.int64).tolist()))
             at = int(owner[group])
             # A group's ranks come at or after its owner. Only the owner may have single items that appear
             # before this group.
@@ -587,15 +587,15 @@ def _suspects(table: Table, keyed: Ints, bounds: Ints) -> Ints:
     odd |= shapes != np.repeat(shapes[heads], counts)
     tensors = np.flatnonzero(kinds != OBJECT)
     width = table.offsets.shape[1]
-    whole = np.zeros((len(table.sizes) + 1, width), np.int64)
+    global_sizes = np.zeros((len(table.sizes) + 1, width), np.int64)
     for n, size in enumerate(table.sizes):
-        whole[n, : len(size)] = size
+        global_sizes[n, : len(size)] = size
     found = np.bincount(first, odd, len(heads)) > 0
     tiled = is_tiled(
         first[tensors],
         table.boxes(table.offsets, keyed[tensors]),
         table.boxes(table.lengths, keyed[tensors]),
-        whole[shapes[tensors]],
+        global_sizes[shapes[tensors]],
         table.dims[keyed[tensors]],
         filled=len(table.starts) > 2,  # noqa: PLR2004 - stock lets one rank leave holes
     )
@@ -698,13 +698,13 @@ def is_tiled(
     good = ((offsets >= 0) & (lengths >= 0) & (offsets + lengths <= sizes)).all(axis=1)
     if filled:
         volumes = np.prod(lengths, axis=1, initial=1, where=real)
-        whole = np.prod(sizes, axis=1, initial=1, where=real)[heads]
-        good &= np.repeat(np.add.reduceat(volumes, heads) == whole, counts)
+        tensor_volumes = np.prod(sizes, axis=1, initial=1, where=real)[heads]
+        good &= np.repeat(np.add.reduceat(volumes, heads) == tensor_volumes, counts)
     several = np.repeat(counts > 1, counts)
     good &= ~several | _apart(tensors, offsets, lengths, heads, counts)
-    told = np.logical_and.reduceat(good, heads)
+    tiled = np.logical_and.reduceat(good, heads)
     # For a tensor without dimensions stock only checks that it has one piece, and that is checked elsewhere.
-    return np.asarray(told | (dims[heads] == 0), np.bool_)
+    return np.asarray(tiled | (dims[heads] == 0), np.bool_)
 
 
 def _apart(tensors: Ints, offsets: Ints, lengths: Ints, heads: Ints, counts: Ints) -> Flags:

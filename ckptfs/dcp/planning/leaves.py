@@ -242,8 +242,8 @@ def dtype_round_trips(dtype: torch.dtype) -> bool:
 
 def _planned_bytes(tensor: torch.Tensor) -> int | None:
     """Return the size that DCP plans for a tensor; it knows fewer dtypes than torch does."""
-    whole = ChunkStorageMetadata(torch.Size([0]), tensor.shape)
-    data = TensorWriteData(whole, TensorProperties.create_from_tensor(tensor), tensor.shape)
+    chunk = ChunkStorageMetadata(torch.Size([0]), tensor.shape)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), tensor.shape)
     item = WriteItem(MetadataIndex("t"), WriteItemType.TENSOR, tensor_data=data)
     return item.tensor_storage_size()
 

@@ -138,13 +138,13 @@ class Itemiser:
 
     def _other(self, key: str, value: Any, found: list[WriteItem]) -> None:
         if type(value) in _ATOMS:
-            mine = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
+            items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
         else:
-            mine = create_default_local_save_plan({key: value}, is_coordinator=False).items
-        found += mine
-        if not mine:
+            items = create_default_local_save_plan({key: value}, is_coordinator=False).items
+        found += items
+        if not items:
             return
-        if mine[0].type is WriteItemType.BYTE_IO:
+        if items[0].type is WriteItemType.BYTE_IO:
             reason = check_leaf(value)
         else:
             reason = check_tensor(_local_of(value))
@@ -232,12 +232,12 @@ class SavePlanner(DefaultSavePlanner):
                 for p in all_plans
             ]
             refuse_divergence([f.fingerprints if f else {} for f in facts])
-            bare = [
+            plain_plans = [
                 dataclasses.replace(plan, planner_data=dict(f.mappings)) if f else plan
                 for plan, f in zip(all_plans, facts, strict=True)
             ]
             try:
-                plans, metadata = super().create_global_plan(bare)
+                plans, metadata = super().create_global_plan(plain_plans)
             except (ValueError, AssertionError) as error:
                 raise StateError(
                     f"the ranks' plans do not make one checkpoint: {error}",
@@ -263,10 +263,10 @@ class SavePlanner(DefaultSavePlanner):
 def _refuse_unloadable(reasons: Mapping[str, str]) -> None:
     """Raise StateError with every key that could be written but not read back."""
     if reasons:
-        told = "; ".join(f"{key!r}: {reason}" for key, reason in list(reasons.items())[:10])
+        text = "; ".join(f"{key!r}: {reason}" for key, reason in list(reasons.items())[:10])
         more = f"; and {len(reasons) - 10} more" if len(reasons) > 10 else ""  # noqa: PLR2004
         raise StateError(
-            f"{len(reasons)} values could not be loaded again: {told}{more}",
+            f"{len(reasons)} values could not be loaded again: {text}{more}",
             hint="save plain values, tensors and containers of them; "
             "or allow a class with torch.serialization.add_safe_globals on both sides",
         )
@@ -309,13 +309,13 @@ def refuse_divergence(ranks: Sequence[Mapping[str, int]]) -> None:
     differing = {key: groups for key, groups in by_key.items() if len(groups) > 1}
     if not differing:
         return
-    told = "; ".join(
+    differences = "; ".join(
         f"{key!r}: " + " and ".join(f"ranks {_spans(g)}" for g in groups.values()) + " differ"
         for key, groups in list(differing.items())[:5]
     )
     patterns = listed(sorted(differing), most=3)
     raise StateError(
-        f"{len(differing)} keys have different values on different ranks: {told}",
+        f"{len(differing)} keys have different values on different ranks: {differences}",
         hint=f"pass per_rank=[{patterns}] to keep each rank's value, or make the ranks agree: DCP "
         "itself would keep one value and drop the others",
     )

@@ -225,11 +225,11 @@ class _Walk:
             name = str(key)
             kind = type(value)
             if kind in _TENSORS or kind in _ATOMS:  # most are; a test for Mapping is slow
-                whole = before + name
-                if whole in flat:
-                    raise _twice(whole)
-                flat[whole] = value
-                paths[whole] = (*path, name)
+                full_key = before + name
+                if full_key in flat:
+                    raise _twice(full_key)
+                flat[full_key] = value
+                paths[full_key] = (*path, name)
             else:
                 self.anything(value, (*path, name), before + name)
 
@@ -305,23 +305,25 @@ def rename_plan(plan: SavePlan, patterns: Sequence[str], rank: int) -> SavePlan:
     mappings, rebuild = _mappings_of(plan)
     # This tests every key of every save, and few have a mark; the substring test is quick.
     marked = {i.index.fqn for i in plan.items if "@rank" in i.index.fqn}
-    if taken := sorted(filter(unmarked_key, marked)):
+    if reserved := sorted(filter(unmarked_key, marked)):
         raise StateError(
-            f"keys with '@rank<number>' are reserved: {listed(taken)}",
+            f"keys with '@rank<number>' are reserved: {listed(reserved)}",
             rank=rank,
             hint="rename them, or use per_rank=, which makes such names",
         )
-    mine = {i.index.fqn for i in plan.items if _matches(i.index.fqn, patterns)} if patterns else ()
-    if not mine:
+    matched = (
+        {i.index.fqn for i in plan.items if _matches(i.index.fqn, patterns)} if patterns else ()
+    )
+    if not matched:
         return plan
-    sharded = {i.index.fqn for i in plan.items if i.type is WriteItemType.SHARD} & mine
+    sharded = {i.index.fqn for i in plan.items if i.type is WriteItemType.SHARD} & matched
     if sharded:
         raise StateError(
             f"per_rank= matches sharded tensors: {listed(sorted(sharded))}",
             rank=rank,
             hint="their parts form one tensor over all ranks; narrow the pattern",
         )
-    names = {key: marked_key(key, mappings.get(key, (key,)), rank) for key in mine}
+    names = {key: marked_key(key, mappings.get(key, (key,)), rank) for key in matched}
     items = [_renamed(item, names) for item in plan.items]
     return rebuild(items, names)
 
@@ -366,8 +368,8 @@ def view_for(
 
     The other ranks' keys keep their marked names. StateError as for ``own_keys``.
     """
-    mine = own_keys(metadata.state_dict_metadata, rank, world, saved_world, wanted)
-    return renamed_metadata(metadata, mine) if mine else metadata
+    own = own_keys(metadata.state_dict_metadata, rank, world, saved_world, wanted)
+    return renamed_metadata(metadata, own) if own else metadata
 
 
 def renamed_metadata(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
