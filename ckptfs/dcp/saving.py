@@ -328,14 +328,14 @@ def _acquire(run: str, node: str, limit: int, look: Callable[[float], None]) -> 
     name = hashlib.sha256(f"{node}\0{run}".encode()).hexdigest()[:32]
     paths = [f"{slot_directory()}/{name}-{number}" for number in range(limit)]
     first = os.getpid() % limit  # so that not all try the same one first
-    rest_s, longest_s = _LOOK_S
+    pause_s, longest_s = _LOOK_S
     while True:
         for path in paths[first:] + paths[:first]:
             held = _try(path)
             if held is not None:
                 return held
-        look(rest_s)
-        rest_s = min(2 * rest_s, longest_s)
+        look(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
 
 
 def _try(path: str) -> int | None:

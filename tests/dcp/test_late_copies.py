@@ -46,7 +46,7 @@ def _staged(
 ) -> tuple[Staged, dict[str, WriteItem]]:
     buffers = buffers or HostBuffers(64 * MIB)
     made = stage(state, buffers, PendingSave("x", 1), compare_ranks=compare_ranks)
-    items = made._taken.plan.items
+    items = made._state.plan.items
     return made, {item.index.fqn: item for item in items}
 
 

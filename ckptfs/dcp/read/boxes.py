@@ -108,7 +108,7 @@ def pieces_within(
     These are few pieces, because rows that are inside completely are joined.
     """
     strides = strides_of(sizes)
-    corner = [offset * stride for offset, stride in zip(offsets, strides, strict=True)]
+    displacements = [offset * stride for offset, stride in zip(offsets, strides, strict=True)]
 
     def cut(at: tuple[int, ...], base: int) -> Iterator[Piece]:
         dim = len(at)
@@ -116,7 +116,7 @@ def pieces_within(
             if begin <= base < end:
                 yield Piece(base, base + 1, at, (1,) * dim)
             return
-        stride, first = strides[dim], base + corner[dim]
+        stride, first = strides[dim], base + displacements[dim]
         low = max(0, (begin - first) // stride)
         high = min(lengths[dim], -(-(end - first) // stride))
         inner_low = max(low, -(-(begin - first) // stride))  # from here on rows are inside
@@ -128,7 +128,7 @@ def pieces_within(
         for row in range(low, inner_low):
             yield from cut((*at, row), first + row * stride)
         inner = (inner_high - inner_low, *lengths[dim + 1 :])
-        start = first + inner_low * stride + sum(corner[dim + 1 :])
+        start = first + inner_low * stride + sum(displacements[dim + 1 :])
         stop = start + 1 + sum((n - 1) * s for n, s in zip(inner, strides[dim:], strict=True))
         deeper = (0,) * (len(sizes) - dim - 1)
         yield Piece(start, stop, (*at, inner_low, *deeper), (*(1,) * dim, *inner))

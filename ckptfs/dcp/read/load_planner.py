@@ -113,7 +113,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.missing: tuple[str, ...] = ()
         # Top-level keys of the objects with load_state_dict that receive what was loaded.
         self.handed_over: Collection[str] = ()
-        self._whole: dict[str, Any] = {}  # dicts and lists that are requested as one object
+        self._containers: dict[str, Any] = {}  # dicts and lists that are requested as one object
         self._made: frozenset[str] = frozenset()  # meta tensors that were given memory
 
     def set_up_planner(
@@ -123,7 +123,7 @@ class LoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> None:
         """Flatten the state dict; give tensors on the meta device memory. All ranks."""
-        self._whole = {}
+        self._containers = {}
         with gc_paused():
             if (found := flat_to_load(state_dict)) is not None:
                 self.original_state_dict = state_dict
@@ -132,13 +132,13 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.is_coordinator = is_coordinator
                 return
             # When torch gives meta tensors memory, it replaces every object that it does not know by None.
-            kept = [*_objects((), state_dict)]
+            objects = [*_objects((), state_dict)]
             self._made = frozenset(_without_memory("", state_dict))
             try:
                 super().set_up_planner(state_dict, metadata, is_coordinator)
             except ValueError as error:
                 raise StateError(f"the state dict cannot be flattened: {error}") from error
-            for path, value in kept:
+            for path, value in objects:
                 _put(state_dict, path, value)
 
     def create_local_plan(self) -> LoadPlan:
@@ -197,18 +197,18 @@ class LoadPlanner(DefaultLoadPlanner):
             return
         keys = inventory.keys
         inside: dict[Path, list[str]] = {}
-        whole: list[tuple[str, Path, Any]] = []
+        candidates: list[tuple[str, Path, Any]] = []
         for key, path, value in containers(self.original_state_dict):
             if key not in keys or key in self.state_dict or inventory.tensor(key) is not None:
                 continue
             if not any(path[:depth] in inside for depth in range(1, len(path))):
-                whole.append((key, path, value))
+                candidates.append((key, path, value))
                 inside[path] = []
-        for key, path in self.mappings.items() if whole else ():
+        for key, path in self.mappings.items() if candidates else ():
             for depth in range(1, len(path)):
                 if path[:depth] in inside:
                     inside[path[:depth]].append(key)
-        for key, path, value in whole:
+        for key, path, value in candidates:
             if any(part in keys for part in inside[path]):
                 continue  # its parts were saved too, and they are requested
             if path[0] not in self.handed_over and any(
@@ -219,7 +219,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 del self.state_dict[part], self.mappings[part]
             self.state_dict[key], self.mappings[key] = value, path
             if path[0] not in self.handed_over:  # such an object checks by itself what it is given
-                self._whole[key] = value
+                self._containers[key] = value
 
     def refuse_empty(self, inventory: Inventory) -> None:
         """Raise StateError for values that ``allow`` would silently leave unchanged.
@@ -266,8 +266,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 reads.append(Read(key, *inventory.place(key, None)))
             elif type(value) in PLAIN:
                 read_box(reads, inventory, key, saved, value, (0,) * len(saved.sizes))
-            elif (mine := shardings.of(value)) is not None:
-                for memory, offsets in mine:
+            elif (local_shards := shardings.of(value)) is not None:
+                for memory, offsets in local_shards:
                     read_box(reads, inventory, key, saved, memory, offsets)
             else:
                 reads += self._as_torch(inventory, {key: value})
@@ -323,13 +323,13 @@ class LoadPlanner(DefaultLoadPlanner):
                 f"the object under {key!r} does not load without executing code: {error}",
                 hint=WAYS_OUT,
             ) from error
-        whole = self._whole.get(key)
-        if whole is not None and not isinstance(
-            leaf, Mapping if isinstance(whole, Mapping) else MutableSequence
+        container = self._containers.get(key)
+        if container is not None and not isinstance(
+            leaf, Mapping if isinstance(container, Mapping) else MutableSequence
         ):
             raise StateError(
                 f"the checkpoint has a {type(leaf).__name__} under {key!r}, but the state "
-                f"dict has a {type(whole).__name__}"
+                f"dict has a {type(container).__name__}"
             )
         if self.flatten_state_dict:
             _put(self.original_state_dict, self.mappings[key], leaf)

@@ -175,12 +175,12 @@ class Scratch:
     """One reusable buffer per thread, because fresh memory for every read would cost page faults."""
 
     def __init__(self) -> None:
-        self._mine = threading.local()
+        self._local = threading.local()
 
     def of(self, size_bytes: int) -> memoryview:
         """Return the calling thread's buffer, cut to a size; its last contents are lost."""
-        held: memoryview | None = getattr(self._mine, "held", None)
+        held: memoryview | None = getattr(self._local, "held", None)
         if held is None or len(held) < size_bytes:
             held = memory_of(torch.empty(size_bytes, dtype=torch.uint8))
-            self._mine.held = held
+            self._local.held = held
         return held[:size_bytes]

@@ -212,13 +212,13 @@ def blob_wants(saved: SavedItem, offset: int, blob: Blob) -> Iterator[Want]:
 def unpickle(file: DataFile, parts: Sequence[tuple[Read, torch.Tensor]], stream: Any) -> None:
     """Fill the tensors from what torch.save wrote of the whole chunk. Any thread."""
     read = parts[0][0]
-    whole = load_tensor(file, stream, read.key)
-    if tuple(whole.shape) != tuple(read.sizes):
+    chunk = load_tensor(file, stream, read.key)
+    if tuple(chunk.shape) != tuple(read.sizes):
         raise file.damaged(
-            f"{read.key!r} has shape {tuple(whole.shape)} instead of {tuple(read.sizes)}"
+            f"{read.key!r} has shape {tuple(chunk.shape)} instead of {tuple(read.sizes)}"
         )
     for part, target in parts:
-        _fill(target, narrowed(whole, part.box_offsets, part.box_lengths))
+        _fill(target, narrowed(chunk, part.box_offsets, part.box_lengths))
 
 
 def is_plain(target: torch.Tensor, dtype: torch.dtype | None) -> bool:

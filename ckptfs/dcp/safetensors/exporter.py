@@ -226,14 +226,14 @@ class FileWriter:
         self._error: BaseException | None = None
         self._records: list[FileRecord] = []
         rank = attempt.session.control.rank
-        self._mine = [n for n, file in enumerate(planned.files) if file.owner == rank]
+        self._own_numbers = [n for n, file in enumerate(planned.files) if file.owner == rank]
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=with_task(self._run), name="ckptfs-export", daemon=True
         )
 
     def __enter__(self) -> Self:
-        if self._mine:
+        if self._own_numbers:
             self._thread.start()
         return self
 
@@ -251,7 +251,7 @@ class FileWriter:
 
     def finish(self) -> list[FileRecord]:
         """Return once all files are durable; raise what writing one raised."""
-        if self._mine:
+        if self._own_numbers:
             self._items.put(None)
             self._ended.wait()
         if self._error is not None:
@@ -277,7 +277,7 @@ class FileWriter:
 
     def _write_all(self) -> None:
         try:
-            for number in self._mine:
+            for number in self._own_numbers:
                 self._write(self._planned.files[number])
         except BaseException as error:  # noqa: BLE001 - raised by finish(), on the caller's thread
             self._error = error
@@ -287,20 +287,20 @@ class FileWriter:
         self._items.get()  # the None of finish()
 
     def _write(self, file: PlannedFile) -> None:
-        told = {
+        aliases = {
             a: k for a, k in self._planned.aliases.items() if k in {e.key for e in file.entries}
         }
-        head, header = encode_header(file.entries, {**self._planned.metadata, **told})
+        head, header = encode_header(file.entries, {**self._planned.metadata, **aliases})
         size = header.size_bytes + file.size_bytes
         key = f"{self._attempt.directory}/{file.name}"
         items = [_digested(0, memoryview(head))]
         if self._guard is not None and size <= _SMALL_BYTES:
-            whole = bytearray(head)
+            contents = bytearray(head)
             for entry in header.entries:
                 data = self._next(entry)
                 items.append(_digested(entry.start, data))
-                whole += data
-            self._guard.put(key, bytes(whole))
+                contents += data
+            self._guard.put(key, bytes(contents))
         else:
             with self._attempt.storage.open_write(key, size_hint_bytes=size) as writer:
                 writer.write(head)
@@ -444,14 +444,14 @@ def _describe(state_dict: Mapping[str, Any]) -> list[_Described]:
 def _agreed(answers: Sequence[Sequence[_Described]]) -> tuple[list[Held], dict[str, str]]:
     """Return every key once with its holders, and the keys that are tied on all of them."""
     ranks: dict[str, list[int]] = defaultdict(list)
-    said: dict[str, list[_Described]] = defaultdict(list)
+    descriptions: dict[str, list[_Described]] = defaultdict(list)
     for rank, described in enumerate(answers):
         for one in described:
             ranks[one.entry.key].append(rank)
-            said[one.entry.key].append(one)
-    if not said:
+            descriptions[one.entry.key].append(one)
+    if not descriptions:
         raise StateError("there is no tensor to export", hint="pass model.state_dict()")
-    for key, each in said.items():
+    for key, each in descriptions.items():
         for rank, one in zip(ranks[key], each, strict=True):
             if (one.entry, one.is_sharded) != (each[0].entry, each[0].is_sharded):
                 raise StateError(
@@ -464,13 +464,15 @@ def _agreed(answers: Sequence[Sequence[_Described]]) -> tuple[list[Held], dict[s
                     "one tensor",
                 )
     aliases: dict[str, str] = {}
-    for key, each in said.items():
+    for key, each in descriptions.items():
         to = {one.tied_to for one in each} - {None}
-        kept = next(iter(to)) if len(to) == 1 else None
-        if kept and ranks[kept] == ranks[key] and kept not in aliases:
-            aliases[key] = kept
+        stored_key = next(iter(to)) if len(to) == 1 else None
+        if stored_key and ranks[stored_key] == ranks[key] and stored_key not in aliases:
+            aliases[key] = stored_key
     held = [
-        Held(each[0].entry, tuple(ranks[key])) for key, each in said.items() if key not in aliases
+        Held(each[0].entry, tuple(ranks[key]))
+        for key, each in descriptions.items()
+        if key not in aliases
     ]
     return held, aliases
 
@@ -510,18 +512,19 @@ class Export:
         rank = self._attempt.session.control.rank
         files = self._planned.files
         self._attempt.storage.make_dir(self._attempt.directory)
-        with FileWriter(self._attempt, self._planned) as mine, torch.no_grad():
+        with FileWriter(self._attempt, self._planned) as writer, torch.no_grad():
             for number, entry in order(files):
                 value = self._state.get(entry.key)
                 if value is None:
                     continue  # it belongs to another pipeline stage
-                whole = _gathered(value) if isinstance(value, DTensor) else value
+                tensor = _gathered(value) if isinstance(value, DTensor) else value
                 if files[number].owner == rank:
-                    mine.put(number, entry, whole)
-                del whole  # otherwise two of them would be in memory while the next one is gathered
-            records = mine.finish()
+                    writer.put(number, entry, tensor)
+                # Otherwise two of them would be in memory while the next one is gathered.
+                del tensor
+            records = writer.finish()
         if rank == 0:
-            records += [mine.small(name, data) for name, data in self._small_files().items()]
+            records += [writer.small(name, data) for name, data in self._small_files().items()]
         self._sync()
         size = sum(record.size_bytes for record in records)
         counters = Counters(

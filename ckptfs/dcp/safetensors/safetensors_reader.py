@@ -145,15 +145,15 @@ def with_aliases(layout: Layout, keys: Iterable[str]) -> Layout:
     """
     wanted = set(keys)
     groups: dict[str, list[str]] = defaultdict(list)
-    for alias, kept in layout.aliases.items():
-        groups[kept].append(alias)
+    for alias, stored_key in layout.aliases.items():
+        groups[stored_key].append(alias)
     chunks = dict(layout.chunks)
-    for kept, aliases in groups.items():
+    for stored_key, aliases in groups.items():
         used = [alias for alias in aliases if alias in wanted]
         for alias in used:
-            chunks[alias] = layout.chunks[kept]
-        if used and kept not in wanted:
-            del chunks[kept]
+            chunks[alias] = layout.chunks[stored_key]
+        if used and stored_key not in wanted:
+            del chunks[stored_key]
     return Layout(chunks, {})
 
 
@@ -206,10 +206,10 @@ def _checked_layout(
         found[key] = [c for c in chunks if c.entry.size_bytes] or chunks[:1]
         _check_chunks(key, found[key], where)
     aliases = {
-        alias: kept
+        alias: stored_key
         for header in headers.values()
-        for alias, kept in header.metadata.items()
-        if kept in found and alias not in found
+        for alias, stored_key in header.metadata.items()
+        if stored_key in found and alias not in found
     }
     return Layout({key: tuple(chunks) for key, chunks in found.items()}, aliases)
 
@@ -221,17 +221,17 @@ def _check_chunks(key: str, chunks: Sequence[_Chunk], where: object) -> None:
     """
     if len({(c.entry.dtype, len(c.entry.shape)) for c in chunks}) > 1:
         raise ManifestError(f"the shards of {key!r} are of different tensors", uri=str(where))
-    total, there = math.prod(_size_of(chunks)), sum(math.prod(c.entry.shape) for c in chunks)
-    if len({c.offsets for c in chunks}) < len(chunks) or there > total:
+    total, present = math.prod(_size_of(chunks)), sum(math.prod(c.entry.shape) for c in chunks)
+    if len({c.offsets for c in chunks}) < len(chunks) or present > total:
         files = ", ".join(sorted({c.file for c in chunks}))
         raise ManifestError(
             f"{key!r} exists more than once, in {files}",
             uri=str(where),
             hint="the directory holds files of two checkpoints; remove those of one",
         )
-    if there < total:
+    if present < total:
         raise IncompleteCheckpointError(
-            f"{key!r} is incomplete: it has only {there} of {total} elements",
+            f"{key!r} is incomplete: it has only {present} of {total} elements",
             uri=str(where),
             hint="a file of another rank is missing: copy it here",
         )
@@ -249,9 +249,9 @@ def _offsets(header: Header, where: object) -> dict[str, tuple[int, ...]]:
         return {}
     found: dict[str, tuple[int, ...]] = {}
     try:
-        told = json.loads(text)
+        sharding = json.loads(text)
         for entry in header.entries:
-            offsets = told[entry.key]["saved_offsets"]
+            offsets = sharding[entry.key]["saved_offsets"]
             if len(offsets) != len(entry.shape) or any(
                 type(o) is not int or o < 0 for o in offsets
             ):

@@ -70,14 +70,14 @@ class _Copy:
         offset: Where it goes in the memory, in bytes.
         size_bytes: Its size.
         keys: The keys of the tensors in it.
-        whole: The key of the tensor that it is a copy of. None: flat bytes that several tensors are views of.
+        sole_key: The key of the tensor that it is a copy of. None: flat bytes that several tensors are views of.
     """
 
     source: torch.Tensor
     offset: int
     size_bytes: int
     keys: tuple[Hashable, ...]
-    whole: Hashable = None
+    sole_key: Hashable = None
 
     def pieces(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield sources and targets in ``memory``, of a few MiB each; one piece if not contiguous."""
@@ -230,8 +230,8 @@ def copy_into(
     with torch.no_grad():
         tensors = {key: _tensor_at(memory, spot) for key, spot in packing.spots.items()}
         for copy in packing.copies:
-            if copy.whole is not None:
-                target = tensors[copy.whole]
+            if copy.sole_key is not None:
+                target = tensors[copy.sole_key]
             else:
                 target = memory[copy.offset : copy.offset + copy.size_bytes]
             wait = is_pinned and copy.source.device.type != "cpu"
@@ -299,8 +299,8 @@ def stage(
     """
     try:
         with torch.no_grad():
-            taken = _take(state_dict, compare_ranks=compare_ranks)
-            return _copied(taken, buffers, pending, compare_ranks=compare_ranks)
+            state = _take(state_dict, compare_ranks=compare_ranks)
+            return _copied(state, buffers, pending, compare_ranks=compare_ranks)
     except Exception as error:  # noqa: BLE001 - raised on every rank, in the step "plan the save"
         return failed(error, pending)
 
@@ -353,20 +353,20 @@ def _take(state_dict: Mapping[str, Any], *, compare_ranks: bool) -> _FlatState:
     planner = SavePlanner(compare_ranks=False)
     planner.set_up_planner(unwrap_stateful(state_dict))
     with gc_paused():
-        taken = _FlatState(planner.create_local_plan())
+        state = _FlatState(planner.create_local_plan())
         values = planner.state_dict
-        for item in taken.plan.items:
+        for item in state.plan.items:
             if item.type is WriteItemType.BYTE_IO:
                 data = planner.resolve_data(item)
                 assert isinstance(data, io.BytesIO)  # noqa: S101 - the type of the item says so
-                taken.leaves[item.index] = data
+                state.leaves[item.index] = data
             else:
-                taken.tensors[item.index] = planner.lookup_object(item.index)
+                state.tensors[item.index] = planner.lookup_object(item.index)
         if compare_ranks:
             # Objects are fingerprinted now, because the caller may change them; tensors later, from the copy.
-            early = [item for item in taken.plan.items if item.type is not WriteItemType.TENSOR]
-            taken.prints = fingerprints(early, lambda item: values[item.index.fqn])
-    return taken
+            early = [item for item in state.plan.items if item.type is not WriteItemType.TENSOR]
+            state.prints = fingerprints(early, lambda item: values[item.index.fqn])
+    return state
 
 
 def _copied(
@@ -376,12 +376,12 @@ def _copied(
     with gc_paused():
         packing = pack(state.tensors)
     leaves_bytes = sum(leaf.getbuffer().nbytes for leaf in state.leaves.values())
-    room = max(0, buffers.bound_bytes - leaves_bytes)
-    fits = packing.size_bytes <= room
+    available_bytes = max(0, buffers.bound_bytes - leaves_bytes)
+    fits = packing.size_bytes <= available_bytes
     # In both cases the memory is borrowed before the save is queued: a save that waited for buffers
     # after its turn had come could wait for one that is queued behind it.
-    lease = buffers.lease(packing.size_bytes if fits else room, pinned=packing.on_device)
-    staged = Staged(state, pending, lease, room, compare_ranks=compare_ranks)
+    lease = buffers.lease(packing.size_bytes if fits else available_bytes, pinned=packing.on_device)
+    staged = Staged(state, pending, lease, available_bytes, compare_ranks=compare_ranks)
     try:
         is_fresh = not lease.is_touched and packing.size_bytes >= _FRESH_BYTES
         if fits and is_fresh and not packing.on_device:  # page-locked memory is touched already
@@ -414,7 +414,7 @@ class Staged:
         state: _FlatState,
         pending: PendingSave,
         lease: Lease | None = None,
-        room_bytes: int = 0,
+        available_bytes: int = 0,
         *,
         compare_ranks: bool = False,
         error: BaseException | None = None,
@@ -423,22 +423,22 @@ class Staged:
         self.planner = SavePlanner(compare_ranks=compare_ranks)
         self.size_bytes = 0
         self.complete = False
-        self._taken = state
+        self._state = state
         self._pending = pending
         self._lease = lease
         self._news = threading.Condition()
         self._ready: dict[Any, torch.Tensor] = {}
         self._live: _Tensors | None = dict(state.tensors)  # None: the caller's tensors are not read
-        self._room_bytes = room_bytes
+        self._available_bytes = available_bytes
         self._used_bytes = 0
-        self._taken_on = False
+        self._is_assigned = False
         self._copying = False
         self._late: Packing | None = None
         self._late_until = 0.0  # by the monotonic clock: until then the writer waits for copies
         self._filling = False
         self._comparing = False
         self._reading: set[MetadataIndex] = set()
-        self._over: BaseException | None = None  # why nothing more may be read
+        self._end_reason: BaseException | None = None  # why nothing more may be read
 
     # -- the caller's thread -----------------------------------------------------------------
 
@@ -469,15 +469,15 @@ class Staged:
         try:
             if self._late is not None:
                 self._copy_remaining(self._late)
-            while self._late is None and (rest := self._next_window()) is not None:
-                self._copy(pack(rest))
+            while self._late is None and (window := self._next_window()) is not None:
+                self._copy(pack(window))
                 with self._news:
                     live = self._live or {}
-                    self._live = {k: v for k, v in live.items() if k not in rest}
+                    self._live = {k: v for k, v in live.items() if k not in window}
                     self._copying = False
                     self._news.notify_all()
             with self._news:
-                self.complete = not self._live or isinstance(self._over, _SaveEnded)
+                self.complete = not self._live or isinstance(self._end_reason, _SaveEnded)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -489,9 +489,9 @@ class Staged:
         lease = self._lease
         if lease is None:
             return  # the save is over already
-        memory, copied, rest = lease.memory, 0, [*packing.copies]
-        while rest:
-            read, todo = [], rest
+        memory, copied, remaining = lease.memory, 0, [*packing.copies]
+        while remaining:
+            read, todo = [], remaining
             while todo:  # from the last to the first, because the writer begins with the first
                 copy = todo.pop()
                 if self._is_read(copy):
@@ -500,8 +500,8 @@ class Staged:
                     copied += copy.size_bytes
                     ready = {key: _tensor_at(memory, packing.spots[key]) for key in copy.keys}
                     self._put_ready(ready)
-            rest = read[::-1]
-            self._wait_until(partial(self._may_go_on, rest))
+            remaining = read[::-1]
+            self._wait_until(partial(self._may_go_on, remaining))
         self._wait_until(lambda: not (self._live or self._reading or self._comparing))
         self.size_bytes += copied
         if copied == sum(copy.size_bytes for copy in packing.copies):
@@ -513,17 +513,17 @@ class Staged:
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         with self._news:
             # With a timeout, as in ``_next_window``.
-            while not self._news.wait_for(lambda: self._over or is_so(), timeout=_WAKE_S):
+            while not self._news.wait_for(lambda: self._end_reason or is_so(), timeout=_WAKE_S):
                 pass
 
     def _is_read(self, copy: _Copy) -> bool:
         """Return whether all tensors of the copy that are still needed are being read."""
         with self._news:
             needed = [key for key in copy.keys if key in (self._live or {})]
-            return self._over is None and bool(needed) and self._reading.issuperset(needed)
+            return self._end_reason is None and bool(needed) and self._reading.issuperset(needed)
 
     def _is_needed(self, copy: _Copy) -> bool:
-        return self._over is None and any(key in (self._live or {}) for key in copy.keys)
+        return self._end_reason is None and any(key in (self._live or {}) for key in copy.keys)
 
     def _fill(self, copy: _Copy, memory: torch.Tensor) -> bool:
         """Make the copy as long as it is needed; return whether it was made."""
@@ -543,7 +543,7 @@ class Staged:
     def _put_ready(self, ready: Mapping[Any, torch.Tensor]) -> None:
         with self._news:
             needed = {k: v for k, v in ready.items() if k in (self._live or {})}
-            if self._over is None:
+            if self._end_reason is None:
                 self._ready.update(needed)
             self._live = {k: v for k, v in (self._live or {}).items() if k not in needed}
             self._news.notify_all()
@@ -559,7 +559,7 @@ class Staged:
             # when the thread wakes, and the save that the caller waits for may hang.
             while not self._news.wait_for(self._goes_on, timeout=_WAKE_S):
                 pass
-            if self._over is not None or not self._live:
+            if self._end_reason is not None or not self._live:
                 return None
             self._copying = True
             return self._unread()
@@ -567,7 +567,7 @@ class Staged:
     def give_up(self, why: BaseException) -> None:
         """Let nothing more be read: the save fails, and a caller in ``wait`` returns."""
         with self._news:
-            self._over = self._over or why
+            self._end_reason = self._end_reason or why
             self._news.notify_all()
 
     @property
@@ -575,20 +575,20 @@ class Staged:
         """Why not everything was staged, after ``wait``: staging failed, or the save did before."""
         if self.error is not None:
             return self.error
-        return None if self.complete else self._over
+        return None if self.complete else self._end_reason
 
     def _goes_on(self) -> bool:
         """Return whether a caller in ``wait`` can copy the rest or has nothing more to do."""
-        return self._over is not None or not self._live or self._fits()
+        return self._end_reason is not None or not self._live or self._fits()
 
     def _fits(self) -> bool:
         """Return whether some tensors are not being read and they fit.
 
         Tensors that are being read are released by the writer.
         """
-        rest = self._unread()
-        room_bytes = self._room_bytes - self._used_bytes
-        return self._taken_on and bool(rest) and packed_bytes(rest.values()) <= room_bytes
+        unread = self._unread()
+        free_bytes = self._available_bytes - self._used_bytes
+        return self._is_assigned and bool(unread) and packed_bytes(unread.values()) <= free_bytes
 
     def _unread(self) -> _Tensors:
         return {k: v for k, v in (self._live or {}).items() if k not in self._reading}
@@ -606,18 +606,18 @@ class Staged:
         # Otherwise the caller's tensors, perhaps replaced by now, would live as long as the save.
         with self._news:
             self._live = None
-            self._taken.tensors = {}
+            self._state.tensors = {}
 
     # -- the thread that saves ----------------------------------------------------------------
 
     def plan(self, rank: int, per_rank: Sequence[str]) -> SavePlan:
         """As ``Share.plan``. Raises what staging raised."""
         if self.error is not None:
-            raise _told(self.error)
-        plan = self._taken.plan
+            raise _common_error(self.error)
+        plan = self._state.plan
         if self.planner.compare_ranks:
             late = [item for item in plan.items if item.type is WriteItemType.TENSOR]
-            prints = self._taken.prints | self._compared(late)
+            prints = self._state.prints | self._compared(late)
             facts = plan.planner_data
             mappings = facts.mappings if isinstance(facts, LocalFacts) else {}
             plan = replace(plan, planner_data=LocalFacts(mappings, prints))
@@ -638,9 +638,9 @@ class Staged:
         """As ``Share.take_on``: tensors that this rank does not write are not needed any more."""
         with self._news:
             if self._live is not None:
-                mine = {item.index for item in items}
-                self._live = {k: v for k, v in self._live.items() if k in mine}
-            self._taken_on = True
+                assigned = {item.index for item in items}
+                self._live = {k: v for k, v in self._live.items() if k in assigned}
+            self._is_assigned = True
             self._news.notify_all()
 
     def resolve(self, item: WriteItem) -> Loan:
@@ -648,15 +648,15 @@ class Staged:
         index = item.index
         size = 0 if item.tensor_data is None else item.tensor_storage_size() or 0
         if item.type is WriteItemType.BYTE_IO:
-            return Loan(self._taken.leaves[index], done=partial(self._wrote, index, size))
+            return Loan(self._state.leaves[index], done=partial(self._wrote, index, size))
         with self._news:
-            self._news.wait_for(lambda: self._over or not self._copying)
+            self._news.wait_for(lambda: self._end_reason or not self._copying)
             if self._late is not None:
                 self._news.wait_for(
-                    lambda: self._over or index in self._ready, self._patience_s(index)
+                    lambda: self._end_reason or index in self._ready, self._patience_s(index)
                 )
-            if self._over is not None:
-                raise StateError("the save was abandoned") from self._over
+            if self._end_reason is not None:
+                raise StateError("the save was abandoned") from self._end_reason
             ready = self._ready.get(index)
             if ready is None:
                 self._reading.add(index)
@@ -697,9 +697,9 @@ class Staged:
         with self._news:
             if index not in self._reading:
                 return
-            if self._over is not None:
+            if self._end_reason is not None:
                 # The caller may have changed it while it was read.
-                raise StateError("the save was abandoned") from self._over
+                raise StateError("the save was abandoned") from self._end_reason
             self._reading.discard(index)
             if written and self._live is not None:
                 self._live.pop(index, None)
@@ -716,7 +716,7 @@ class Staged:
             lease.release()
 
 
-def _told(error: BaseException) -> Exception:
+def _common_error(error: BaseException) -> Exception:
     """Return the error to raise in the other ranks' common step.
 
     Ctrl-C on one rank is a failure for the others; there it must not end a thread.

@@ -235,8 +235,8 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             begun = handover.wait(handover.begun, "the attempt's begin")
             self._domains = {d.id: d.ranks for d in begun.attempt.session.placement.domains}
             held = [plan.storage_data or [] for plan in plans]
-            kept = [{item.index for item in plan.items} for plan in plans]
-            extra = copies_for(tuple(self._domains.values()), held, kept)
+            planned = [{item.index for item in plan.items} for plan in plans]
+            extra = copies_for(tuple(self._domains.values()), held, planned)
             return [
                 dataclasses.replace(plan, storage_data=more)
                 for plan, more in zip(plans, extra, strict=True)
@@ -319,12 +319,12 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         if not is_stock or not hasattr(planner, "lookup_object"):
             return check_leaf_bytes(data)
         leaf = planner.lookup_object(item.index)
-        looked_at = (item.index.fqn, type(leaf))
-        if looked_at in self._checked:
+        checked = (item.index.fqn, type(leaf))
+        if checked in self._checked:
             return None
         why = check_leaf(leaf, data)
         if why is None and type(leaf).__module__ != "builtins":  # a dict may hold others next time
-            self._checked.add(looked_at)
+            self._checked.add(checked)
         return why
 
     def _warn_of(self, refused: Mapping[str, str]) -> None:

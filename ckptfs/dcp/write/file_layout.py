@@ -520,8 +520,8 @@ class Payload:
         width = self._tensor.element_size()
         first, last = start // width, -(-stop // width)
         pieces = [memory_of(_on_host(piece)) for piece in _pieces(self._tensor, first, last)]
-        whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
-        return whole[start - first * width : stop - first * width]
+        joined = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        return joined[start - first * width : stop - first * width]
 
 
 def _lies_ready(plain: torch.Tensor) -> bool:

@@ -172,14 +172,16 @@ def _as_one(errors: Sequence[BaseException]) -> BaseException:
     others = [e for e in errors if e is not first]
     if not others:
         return first
-    told = "; ".join(f"{type(e).__name__}: {e}" for e in others)
-    _log.error("%d writer threads failed; also: %s", len(errors), told)
+    details = "; ".join(f"{type(e).__name__}: {e}" for e in others)
+    _log.error("%d writer threads failed; also: %s", len(errors), details)
     if isinstance(first, CkptfsError):
-        whole = copy.copy(first)
+        combined = copy.copy(first)
         kinds = ", ".join(dict.fromkeys(type(e).__name__ for e in others))
-        whole.message = f"{first.message} (and {len(others)} more writer threads failed: {kinds})"
-        whole.__cause__ = first
-        return whole
+        combined.message = (
+            f"{first.message} (and {len(others)} more writer threads failed: {kinds})"
+        )
+        combined.__cause__ = first
+        return combined
     return first
 
 
@@ -282,8 +284,8 @@ class Windows:
             views = self._views(start, stop, written)
             try:
                 self._writer.write_at(start, views)
-            except _ResolvingError as told:
-                raise told.error from None
+            except _ResolvingError as failure:
+                raise failure.error from None
             finally:
                 views.close()  # otherwise, if the storage failed half-way, it would keep its turn
             for done in written:

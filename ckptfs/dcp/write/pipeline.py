@@ -229,8 +229,8 @@ def decide(
         _compare_values(table, plans, columns)
         world = world_of(table, domains=domains, to_lowest_rank=to_lowest_rank)
         described = Described(world)
-    mine = {plan.digest: found for plan, found in zip(plans, columns, strict=True)}
-    memory.decision = Decision(key, mine, described)
+    columns_by_digest = {plan.digest: found for plan, found in zip(plans, columns, strict=True)}
+    memory.decision = Decision(key, columns_by_digest, described)
     return described
 
 
@@ -247,15 +247,15 @@ def _read(
     try:
         if len(data) < _HEAD.size:
             raise ValueError("it ends too early")
-        _, is_whole, digest, length = _HEAD.unpack_from(data)
+        _, has_structure, digest, length = _HEAD.unpack_from(data)
         end = _HEAD.size + length
-        raw, rest = data[_HEAD.size : end], data[end:]
-        if len(raw) != length or is_whole > 1 or (rest and not is_whole):
+        raw, encoded = data[_HEAD.size : end], data[end:]
+        if len(raw) != length or has_structure > 1 or (encoded and not has_structure):
             raise ValueError("its parts do not fit together")
-        if is_whole and digest != xxhash.xxh3_128_digest(rest):
+        if has_structure and digest != xxhash.xxh3_128_digest(encoded):
             raise ValueError("its hash is another's")
-        if is_whole and digest not in structures:
-            structures[digest] = decode_structure(rest, interned)
+        if has_structure and digest not in structures:
+            structures[digest] = decode_structure(encoded, interned)
         columns = structures.get(digest)
         prints = interned.get(raw, decode_prints)
         if columns and len(prints.keys) and prints.keys[-1] >= len(columns.names.keys):
@@ -279,24 +279,26 @@ def _shards_agree(table: Table, compared: Ints) -> bool:
     number = [kinds.setdefault((p.dtype, size), len(kinds)) for p, size in properties]
     rows = np.flatnonzero(compared[table.ranks])
     keys = table.keys[rows]
-    told = np.where(table.kinds[rows] == SHARD, np.array([*number, -1])[table.shapes[rows]], -1)
+    shard_kinds = np.where(
+        table.kinds[rows] == SHARD, np.array([*number, -1])[table.shapes[rows]], -1
+    )
     first = np.zeros(len(table.names), np.int64)
-    first[keys] = told
-    return bool(np.array_equal(first[keys], told))
+    first[keys] = shard_kinds
+    return bool(np.array_equal(first[keys], shard_kinds))
 
 
 def _compare_values(
     table: Table, plans: Sequence[_ReceivedPlan], columns: Sequence[Columns]
 ) -> None:
     """Raise StateError if two ranks have different fingerprints for one key."""
-    seen: set[tuple[Names, bytes]] = set()
+    compared: set[tuple[Names, bytes]] = set()
     values = np.zeros(len(table.names), np.uint64)
     known = np.zeros(len(table.names), np.bool_)
-    for plan, mine in zip(plans, columns, strict=True):
-        if not len(plan.prints.keys) or (mine.names, plan.raw) in seen:
+    for plan, structure in zip(plans, columns, strict=True):
+        if not len(plan.prints.keys) or (structure.names, plan.raw) in compared:
             continue
-        seen.add((mine.names, plan.raw))
-        keys = table.numbers[mine.names][plan.prints.keys]
+        compared.add((structure.names, plan.raw))
+        keys = table.numbers[structure.names][plan.prints.keys]
         if np.any(known[keys] & (values[keys] != plan.prints.values)):
             _tell_divergence(plans, columns)
         values[keys] = plan.prints.values
@@ -306,7 +308,10 @@ def _compare_values(
 def _tell_divergence(plans: Sequence[_ReceivedPlan], columns: Sequence[Columns]) -> None:
     """Raise StateError with keys and ranks if any values really differ."""
     refuse_divergence(
-        [_prints_by_key(plan.prints, mine) for plan, mine in zip(plans, columns, strict=True)]
+        [
+            _prints_by_key(plan.prints, structure)
+            for plan, structure in zip(plans, columns, strict=True)
+        ]
     )
 
 
@@ -646,13 +651,13 @@ def encode_placed(placed: Sequence[Sequence[Placed]]) -> bytes:
         for place in places
     ]
     flat.sort()
-    return np.array([told for _, told in flat], PLACED).tobytes()
+    return np.array([row for _, row in flat], PLACED).tobytes()
 
 
 def decode_placed(payload: bytes) -> list[tuple[int, int, int]]:
     """Decode what ``encode_placed`` wrote."""
-    told: list[tuple[int, int, int]] = np.frombuffer(payload, PLACED).tolist()
-    return told
+    rows: list[tuple[int, int, int]] = np.frombuffer(payload, PLACED).tolist()
+    return rows
 
 
 def item_bytes(item: WriteItem) -> int:
@@ -745,8 +750,8 @@ def check_space(
                 uri=session.storage.root,
                 hint="nothing was written; free space, or pass require_space=False to try anyway",
             )
-        rooms = _rooms(needs)
-        return apart(short, [rooms[need.domain] for need in needs])
+        bytes_by_domain = _bytes_by_domain(needs)
+        return apart(short, [bytes_by_domain[need.domain] for need in needs])
 
     warnings, (planned_bytes, free_bytes) = session.control.step("space", local, decide)
     if placement.is_owner:
@@ -755,14 +760,14 @@ def check_space(
     return PlannedSpace(warnings, planned_bytes, free_bytes)
 
 
-def _rooms(needs: Sequence[_Need]) -> dict[str, tuple[int, int | None]]:
+def _bytes_by_domain(needs: Sequence[_Need]) -> dict[str, tuple[int, int | None]]:
     """Return for each domain the bytes that its ranks plan and the bytes that are free."""
-    rooms: dict[str, tuple[int, int | None]] = {}
+    found: dict[str, tuple[int, int | None]] = {}
     for need in needs:
-        planned, free = rooms.get(need.domain, (0, None))
+        planned, free = found.get(need.domain, (0, None))
         here = None if need.space is None else need.space.free_bytes
-        rooms[need.domain] = (planned + need.size_bytes, free if here is None else here)
-    return rooms
+        found[need.domain] = (planned + need.size_bytes, free if here is None else here)
+    return found
 
 
 def _megabytes(size_bytes: int) -> str:

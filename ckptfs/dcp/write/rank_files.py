@@ -251,16 +251,16 @@ def write_files(
     def job(task: FileTask) -> _Done:
         sidecars: list[tuple[int, str]] = []
 
-        def beside(digests: FileDigests) -> None:
+        def write_sidecar(digests: FileDigests) -> None:
             sidecar = encode_digests(digests)
             with storage.open_write(sidecar_name(task.key), size_hint_bytes=len(sidecar)) as out:
                 out.write(sidecar)
             sidecars.append((len(sidecar), digest_of(sidecar)))
 
-        written = engine(storage, replace(task, beside=beside), resolve, cancelled)
+        written = engine(storage, replace(task, beside=write_sidecar), resolve, cancelled)
         started = time.perf_counter()
         if not sidecars:
-            beside(written.digests)
+            write_sidecar(written.digests)
         return written, sidecars[0], time.perf_counter() - started
 
     done = run_all([functools.partial(job, task) for task in tasks], cancelled, threads)
