@@ -127,27 +127,27 @@ def check(
 
 def _report(session: RunSession, seal: Seal, held: list[Opened], read: ReadMetadata) -> Report:
     """Return what this rank finds of a save. Local."""
-    mine, storage, shape = session.placement.mine, session.storage, session.caps.shape
+    own_domain, storage, shape = session.placement.mine, session.storage, session.caps.shape
     try:
         found = drive(find(seal, shape, storage.uri(seal.name)), storage)
         held.append((found, read(storage, found)))
         files = () if found.manifest is None else found.manifest.files
         # One rank lists on an object store; elsewhere the ranks of a domain share the work.
-        ranks = mine.ranks[:1] if shape is Shape.OBJECT else mine.ranks
+        ranks = own_domain.ranks[:1] if shape is Shape.OBJECT else own_domain.ranks
         share: list[FileRecord] = []
         if session.control.rank in ranks:
-            share = share_of(files, mine.id, ranks.index(session.control.rank), len(ranks))
-        return Report(mine.id, missing=drive(missing(share, found.home, shape), storage))
+            share = share_of(files, own_domain.id, ranks.index(session.control.rank), len(ranks))
+        return Report(own_domain.id, missing=drive(missing(share, found.home, shape), storage))
     except (NotFoundError, StaleError, IncompleteCheckpointError) as error:
-        return Report(mine.id, Flaw.INCOMPLETE, error.message)
+        return Report(own_domain.id, Flaw.INCOMPLETE, error.message)
     except IntegrityError as error:
-        return Report(mine.id, Flaw.CHANGED, f"{error.message} ({error.uri})")
+        return Report(own_domain.id, Flaw.CHANGED, f"{error.message} ({error.uri})")
     except ManifestError as error:
-        return Report(mine.id, Flaw.UNREADABLE, f"{error.message} ({error.uri})")
+        return Report(own_domain.id, Flaw.UNREADABLE, f"{error.message} ({error.uri})")
     except StorageError as error:
         if type(error) is not StorageError:
             raise  # no permission, no network: an older checkpoint would fare no better
-        return Report(mine.id, Flaw.CHANGED, f"{error.message} ({error.uri})")
+        return Report(own_domain.id, Flaw.CHANGED, f"{error.message} ({error.uri})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +241,8 @@ class Places:
         Only the run is searched, not its copies, by one process of each domain.
         """
         session, request = self.sessions[source], self._request
-        is_asked = source == 0 and request.kind is not Kind.WEIGHTS
-        if not is_asked or request.unlogged is Unlogged.IGNORE or not session.placement.is_owner:
+        is_searched = source == 0 and request.kind is not Kind.WEIGHTS
+        if not is_searched or request.unlogged is Unlogged.IGNORE or not session.placement.is_owner:
             return sight
         if sight.domain is None or sight.state is None:
             return sight
@@ -262,10 +262,10 @@ class Places:
         Stock torch, for example, may have saved there, or over the step that was asked for.
         Restoring the commit of ckptfs would lose the later save. Raises AmbiguousCheckpointError.
         """
-        mine = self.survey(0)
-        if mine.unlogged:
-            ours = mine.choice.candidates[0].seal if mine.choice.candidates else None
-            raise unlogged_error(mine.unlogged, ours, self.uri(0))
+        sight = self.survey(0)
+        if sight.unlogged:
+            ours = sight.choice.candidates[0].seal if sight.choice.candidates else None
+            raise unlogged_error(sight.unlogged, ours, self.uri(0))
 
     def allow_unreached(self, why: str) -> None:
         """Allow older copies to replace a run that cannot be read, or raise.
@@ -289,8 +289,8 @@ class Places:
 
         Node-local disks of an earlier allocation look like that.
         """
-        mine = self.survey(0).choice
-        return any(is_passed(mine, self.survey(n).choice) for n in range(1, len(self.sessions)))
+        own = self.survey(0).choice
+        return any(is_passed(own, self.survey(n).choice) for n in range(1, len(self.sessions)))
 
     def refuse_fork(self) -> None:
         """Raise StateError if a copy and the run have diverged. Collective.
@@ -298,14 +298,14 @@ class Places:
         The copy then has a later step that is not in the run's log, and the run's newest save was
         never copied. A person has to decide which of the two is the run.
         """
-        mine = self.survey(0).choice
+        own = self.survey(0).choice
         for n in range(1, len(self.sessions)):
             other = self.survey(n).choice
-            if self._request.step is None and is_forked(mine, other):
-                here, there = mine.candidates[0].seal.name, other.candidates[0].seal.name
+            if self._request.step is None and is_forked(own, other):
+                only_here, only_in_copy = own.candidates[0].seal.name, other.candidates[0].seal.name
                 raise StateError(
-                    f"the run and its copy {self.uri(n)} have diverged: {here} is not in the "
-                    f"copy, and {there} is not in the run",
+                    f"the run and its copy {self.uri(n)} have diverged: {only_here} is not in the "
+                    f"copy, and {only_in_copy} is not in the run",
                     uri=self.uri(0),
                     hint="one of them is left from an earlier allocation or belongs to another "
                     "job: restore by step=, or move the wrong one away",
@@ -375,9 +375,9 @@ class Places:
             self._refuse_leftovers(source, session)
         if self._request.step is not None:
             steps = sorted({s for x in self._surveyed.values() for s in x.choice.steps})
-            there = f"there are {listed([str(s) for s in steps])}" if steps else "there is none"
+            existing = f"there are {listed([str(s) for s in steps])}" if steps else "there is none"
             raise NotFoundError(
-                f"no checkpoint of step {self._request.step}: {there}", uri=self.uri(0)
+                f"no checkpoint of step {self._request.step}: {existing}", uri=self.uri(0)
             )
         unreached = next((x.unreached for x in self._surveyed.values() if x.unreached), None)
         if unreached is not None:
@@ -597,17 +597,16 @@ class _Restore:
         marks = Marks(saved, moves=world != control.size)
         hooks, dropped = self._decide_moves(marks, world)
         moving = Moving(marks, hooks, control.rank, control.size)
-        blanks: list[Blank] = []
+        targets: list[Blank] = []
         # A step, because an object may fit on all ranks but one.
         control.step(
-            "look at the state", lambda: blanks.append(blank_of(self._state, saved, moving))
+            "look at the state", lambda: targets.append(blank_of(self._state, saved, moving))
         )
         uri = self._places.uri(source) / seal.name
-        copied = size_of_tensors(
-            blanks[0].state_dict
-        )  # no object knows its state before it is loaded
+        # No object knows its state before it is loaded.
+        copied = size_of_tensors(targets[0].state_dict)
         loaded = load_into(
-            Loadable(blanks[0].state_dict, blanks[0].give_back),
+            Loadable(targets[0].state_dict, targets[0].give_back),
             _without(metadata, hooks) if dropped else metadata,
             session,
             uri,
@@ -661,24 +660,29 @@ class _Restore:
         hooks = {key: self._request.reshard[p] for key, p in patterns.items()}
         if self._request.per_rank is PerRankPolicy.ERROR:
             return hooks, ()
-        asked = (*unused, *hooks)
-        unasked = (k for k in marks.keys if not any(a == k or a.startswith(f"{k}.") for a in asked))
-        return hooks, (*unused, *unasked)
+        reported = (*unused, *hooks)
+        unreported = (
+            k for k in marks.keys if not any(a == k or a.startswith(f"{k}.") for a in reported)
+        )
+        return hooks, (*unused, *unreported)
 
     def _pattern(self, key: str) -> str | None:
         return next((p for p in self._request.reshard if fnmatch.fnmatchcase(key, p)), None)
 
     def _tell_skipped(self, chosen: Candidate) -> tuple[str, ...]:
-        told = tuple(
+        descriptions = tuple(
             f"{one.seal.name}, {one.step - chosen.step} steps later: {why}"
             for one, why in self._skipped
         )
-        if told:
+        if descriptions:
             lost = self._skipped[0][0].step - chosen.step
             logger.warning(
-                "restored step %d; %d steps are lost: %s", chosen.step, lost, "; ".join(told)
+                "restored step %d; %d steps are lost: %s",
+                chosen.step,
+                lost,
+                "; ".join(descriptions),
             )
-        return told
+        return descriptions
 
 
 def _without(metadata: Metadata, hooks: Collection[str]) -> Metadata:
@@ -688,5 +692,5 @@ def _without(metadata: Metadata, hooks: Collection[str]) -> Metadata:
         own = unmarked_key(key)
         return own is None or any(own[0] == k or own[0].startswith(f"{k}.") for k in hooks)
 
-    kept = {k: v for k, v in metadata.state_dict_metadata.items() if is_wanted(k)}
-    return replace(metadata, state_dict_metadata=kept)
+    remaining = {k: v for k, v in metadata.state_dict_metadata.items() if is_wanted(k)}
+    return replace(metadata, state_dict_metadata=remaining)

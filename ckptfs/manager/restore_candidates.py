@@ -171,16 +171,18 @@ def describe(
 ) -> str:
     """Return what is missing where: domains, nodes, ranks, shards."""
     reached = {r.domain for r in reports if r.flaw is None}
-    told = [_lost_domain(domain, contents) for domain in seal.domains if domain not in reached]
+    findings = [_lost_domain(domain, contents) for domain in seal.domains if domain not in reached]
     blind = {n: r for n, r in enumerate(reports) if r.flaw is not None}
     for why in dict.fromkeys(r.why for r in blind.values()):
         ranks = [n for n, r in blind.items() if r.why == why]
-        told.append(f"{_places(ranks, worlds)}: {why}")
+        findings.append(f"{_places(ranks, worlds)}: {why}")
     for n, report in enumerate(reports):
         if report.missing:
             names = [f"{posixpath.basename(m.path)} {m.why}" for m in report.missing]
-            told.append(f"in domain {report.domain}, seen by {worlds[n].place}: {listed(names)}")
-    return "; ".join(told)
+            findings.append(
+                f"in domain {report.domain}, seen by {worlds[n].place}: {listed(names)}"
+            )
+    return "; ".join(findings)
 
 
 def _lost_domain(domain: str, contents: Contents | None) -> str:
@@ -225,10 +227,10 @@ def damage_of(error: CollectiveError, worlds: Sequence[World]) -> Damage | None:
     found = [flaw for flaw in flaws.values() if flaw is not None]
     if not found or len(found) < len(flaws):
         return None
-    told = [
+    messages = [
         f"rank {rank} on {worlds[rank].place}: {f.message}" for rank, f in error.failures.items()
     ]
-    return Damage(found[0], listed(told))
+    return Damage(found[0], listed(messages))
 
 
 def doubt_of(domains: Sequence[str], damage: Damage | None) -> Damage:
@@ -407,8 +409,8 @@ def is_passed(own: Choice, other: Choice) -> bool:
     """
     if not own.candidates or not other.candidates:
         return False
-    here, there = (origin_of(c.candidates[0].seal.save_id) for c in (own, other))
-    return here != there and here in other.known and there not in own.known
+    own_id, other_id = (origin_of(c.candidates[0].seal.save_id) for c in (own, other))
+    return own_id != other_id and own_id in other.known and other_id not in own.known
 
 
 def is_forked(own: Choice, other: Choice) -> bool:
@@ -420,12 +422,12 @@ def is_forked(own: Choice, other: Choice) -> bool:
     """
     if not own.candidates or not other.candidates or not own.known & other.known:
         return False
-    here, there = own.candidates[0], other.candidates[0]
+    own_newest, other_newest = own.candidates[0], other.candidates[0]
     apart = (
-        origin_of(here.seal.save_id) not in other.known
-        and origin_of(there.seal.save_id) not in own.known
+        origin_of(own_newest.seal.save_id) not in other.known
+        and origin_of(other_newest.seal.save_id) not in own.known
     )
-    return apart and there.step > here.step
+    return apart and other_newest.step > own_newest.step
 
 
 def ahead(choices: Sequence[Choice]) -> int | None:

@@ -97,13 +97,13 @@ class Saved:
         return bisect_left(self._keys, prefix), prefix
 
     def _path_below(self, key: str, prefix: str, path: Path) -> Path:
-        whole = self._paths.get(key)
+        full_path = self._paths.get(key)
         # Stock checkpoints of flat state dicts have no paths, or paths of a single name: the text of the
         # key is used then. A path that is not the key's own would make a blank that nothing fills.
-        fits = whole is not None and key_of(whole) == key
-        if whole is None or not fits or key_of(whole[: len(path)]) != key_of(path):
+        fits = full_path is not None and key_of(full_path) == key
+        if full_path is None or not fits or key_of(full_path[: len(path)]) != key_of(path):
             return tuple(key[len(prefix) :].split("."))
-        return whole[len(path) :]
+        return full_path[len(path) :]
 
     def roots(self) -> list[str]:
         """Return the first components of all keys."""
@@ -132,8 +132,8 @@ class Saved:
         if self.has(path):
             return self.blank_of(key_of(path), like)
         root: dict[Any, Any] = {}
-        for rest, key in self.below(path):
-            put_at(root, rest, self.blank_of(key, get_at(like, rest)), like)
+        for subpath, key in self.below(path):
+            put_at(root, subpath, self.blank_of(key, get_at(like, subpath)), like)
         return root
 
     def blank_of(self, key: str, like: Any = None) -> Any:

@@ -212,11 +212,11 @@ class OptimizerObject:
 
     def save(self) -> Any:
         """Return the state by name, and the groups with their options."""
-        whole = self._optimizer.state_dict()
+        full_state = self._optimizer.state_dict()
         return {
-            **{k: plain_state(v) for k, v in whole.items() if k not in _OWN},
-            "state": plain_state(self._named(whole["state"])),
-            "param_groups": [self._group(group) for group in whole["param_groups"]],
+            **{k: plain_state(v) for k, v in full_state.items() if k not in _OWN},
+            "state": plain_state(self._named(full_state["state"])),
+            "param_groups": [self._group(group) for group in full_state["param_groups"]],
         }
 
     def _named(self, state: Mapping[Any, Any]) -> dict[str, Any]:
@@ -234,10 +234,10 @@ class OptimizerObject:
     def target(self, saved: Saved, path: Path) -> Any:
         """Return blanks for this rank's parameters and for everything else that was saved."""
         found: dict[str, Any] = {}
-        for rest, key in saved.below(path):
-            if rest[0] == "state" and len(rest) > 1 and rest[1] not in self._numbers:
+        for subpath, key in saved.below(path):
+            if subpath[0] == "state" and len(subpath) > 1 and subpath[1] not in self._numbers:
                 continue  # of another pipeline stage, or of a parameter that no longer exists
-            put_at(found, rest, self._blank(saved, rest, key))
+            put_at(found, subpath, self._blank(saved, subpath, key))
         groups = len(found.get("param_groups", ()))
         here = len(self._optimizer.param_groups)
         if groups not in (0, here):
@@ -275,8 +275,8 @@ class OptimizerObject:
             {**now, **{k: v for k, v in then.items() if is_loaded(v)}, _PARAMS: now[_PARAMS]}
             for now, then in zip(current, saved, strict=True)
         ]
-        rest = {k: v for k, v in loaded.items() if k not in _OWN}
-        self._optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
+        others = {k: v for k, v in loaded.items() if k not in _OWN}
+        self._optimizer.load_state_dict({**others, "state": state, "param_groups": groups})
         self._keep_dtypes(state)
 
     def _as_ours(self, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -290,12 +290,13 @@ class OptimizerObject:
             {name for _, name in zip(g[_PARAMS], names)}  # noqa: B905 - each takes its share
             for g in self._optimizer.param_groups
         ]
-        theirs = [
-            set(told) if isinstance(told := group.get(_PARAMS), list) else set() for group in saved
+        saved_names = [
+            set(params) if isinstance(params := group.get(_PARAMS), list) else set()
+            for group in saved
         ]
         order = [
-            max(range(len(saved)), key=lambda at: (len(mine & theirs[at]), at == n))
-            for n, mine in enumerate(ours)
+            max(range(len(saved)), key=lambda at: (len(group_names & saved_names[at]), at == n))
+            for n, group_names in enumerate(ours)
         ]
         return [saved[at] for at in order] if len(set(order)) == len(saved) else saved
 
@@ -434,25 +435,25 @@ class FlatOptimizer:
 
     def save(self) -> Any:
         """Return the same as for other optimizers: state by name, groups with their options."""
-        whole: dict[str, Any] = get_optimizer_state_dict(self._module, self._optimizer)
+        full_state: dict[str, Any] = get_optimizer_state_dict(self._module, self._optimizer)
         groups = [
             {k: Leaf(v, any_rank=True) if k == "params" else plain_state(v) for k, v in g.items()}
-            for g in whole["param_groups"]
+            for g in full_state["param_groups"]
         ]
-        return {"state": plain_state(whole["state"]), "param_groups": groups}
+        return {"state": plain_state(full_state["state"]), "param_groups": groups}
 
     def target(self, saved: Saved, path: Path) -> Any:
         """Return shards like this optimizer's own, for all that was saved of its parameters."""
         like = get_optimizer_state_dict(self._module, self._optimizer)
         found: dict[str, Any] = {}
-        for rest, key in saved.below(path):
-            mine: Any = like.get("state", {})
-            if rest[0] == "state" and len(rest) > 2:  # noqa: PLR2004 - state, parameter, name
-                if rest[1] not in mine:
+        for subpath, key in saved.below(path):
+            own_state: Any = like.get("state", {})
+            if subpath[0] == "state" and len(subpath) > 2:  # noqa: PLR2004 - state, parameter, name
+                if subpath[1] not in own_state:
                     continue
-                put_at(found, rest, saved.blank_of(key, mine[rest[1]].get(rest[2])))
+                put_at(found, subpath, saved.blank_of(key, own_state[subpath[1]].get(subpath[2])))
             else:
-                put_at(found, rest, saved.blank_of(key))
+                put_at(found, subpath, saved.blank_of(key))
         return found or NOT_LOADED
 
     def put(self, loaded: Any) -> None:

@@ -61,8 +61,8 @@ def look() -> Program[Sight]:
     domain, state = view
     checked = yield from check_complete(state)
     if checked.gap is not None:
-        lost, there = checked.gap.missing, checked.gap.there
-        why = f"entry {lost} is missing or cannot be seen, and entry {there} is there"
+        lost, present = checked.gap.missing, checked.gap.there
+        why = f"entry {lost} is missing or cannot be seen, and entry {present} is there"
         return Sight(domain, checked.state, why)
     return Sight(domain, checked.state)
 

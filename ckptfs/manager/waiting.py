@@ -204,8 +204,8 @@ class Watcher:
                 if views is not None and views is not judged:
                     found = newer_than(after, self._kind, views)
                     if found is not None and self._still_exists(found.seal, views):
-                        mine = found.seal.save_id
-                        return next(c for c in logged(views, self.root) if c.save_id == mine)
+                        save_id = found.seal.save_id
+                        return next(c for c in logged(views, self.root) if c.save_id == save_id)
                 judged, trouble = views, ""
             except (TransientError, AnswerLostError, CommitInDoubtError) as error:
                 if not trouble:
@@ -214,8 +214,8 @@ class Watcher:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise self._too_late(timeout_s or 0.0, trouble)
-            rest_s = self._pace.rest_s(idle)
-            if self._rest(rest_s if left is None else min(rest_s, left)):
+            pause_s = self._pace.rest_s(idle)
+            if self._rest(pause_s if left is None else min(pause_s, left)):
                 return None
             idle += 1
         return None
@@ -287,12 +287,12 @@ def newer_than(after: After, kind: Kind, views: Views) -> Live | None:
     # order.
     if isinstance(after, Checkpoint):
         seal = None if after.save_id is None else seal_of(after.save_id, views)
-        seen = [] if seal is None else [order_key(seal, views)]
+        keys = [] if seal is None else [order_key(seal, views)]
     else:
-        seen = [live.key for live in commits(views) if _is(live, after, kind)]
-    if not seen and isinstance(after, int):
-        seen = [live.key for live in history(views) if _is(live, after, kind)]
-    return lives[-1] if not seen or lives[-1].key > seen[-1] else None
+        keys = [live.key for live in commits(views) if _is(live, after, kind)]
+    if not keys and isinstance(after, int):
+        keys = [live.key for live in history(views) if _is(live, after, kind)]
+    return lives[-1] if not keys or lives[-1].key > keys[-1] else None
 
 
 def _is(live: Live, step: int | None, kind: Kind) -> bool:
