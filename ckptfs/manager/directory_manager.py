@@ -213,8 +213,8 @@ class DirectoryManager(RunManager):
             CkptfsError: As for ``CheckpointManager.save``.
         """
         started = time.perf_counter()
-        told = metrics_of(metrics)
-        prepared = self._prepare(step, told)
+        checked_metrics = metrics_of(metrics)
+        prepared = self._prepare(step, checked_metrics)
         if isinstance(prepared, SaveSkipped):
             return prepared
         target, spec = prepared
@@ -233,9 +233,9 @@ class DirectoryManager(RunManager):
             The path.
         """
         started = time.perf_counter()
-        told = metrics_of(metrics)
+        checked_metrics = metrics_of(metrics)
         self._settle(1)
-        prepared = self._prepare(step, told)
+        prepared = self._prepare(step, checked_metrics)
         assert not isinstance(prepared, SaveSkipped)  # noqa: S101 - nothing is on its way
         target, spec = prepared
         workers = self._workers()
@@ -320,13 +320,13 @@ class DirectoryManager(RunManager):
         control = session.control
         place = NodeScratch(control, _PREFIX, self._scratch)
         try:
-            told = control.step(
+            answers = control.step(
                 "make scratch", lambda: (place.node, place.make()) if place.is_lead else None
             )
         except BaseException:
             place.discard()
             raise
-        place.target = next(one[1] for one in told if one is not None and one[0] == place.node)
+        place.target = next(one[1] for one in answers if one is not None and one[0] == place.node)
         try:
             yield place.path
         finally:
@@ -376,8 +376,8 @@ class DirectoryManager(RunManager):
             fallback=Fallback(fallback),
             unlogged=self._settings.unlogged_of(unlogged),
         )
-        kept = None if into is None else os.fspath(into)
-        with self._opened(request, kept, lambda _: only) as opened:
+        directory = None if into is None else os.fspath(into)
+        with self._opened(request, directory, lambda _: only) as opened:
             yield opened
 
     @contextlib.contextmanager
@@ -432,14 +432,14 @@ def _choose(sessions: Sequence[RunSession], request: RestoreRequest) -> _Chosen 
     for candidate in places.survey(home).choice.candidates:
         damage: Damage | None = None
         for source in (home, *(n for n in range(len(places)) if n != home)):
-            there = places.survey(source).choice.of(candidate.seal.save_id)
-            if there is None:
+            found = places.survey(source).choice.of(candidate.seal.save_id)
+            if found is None:
                 continue
             held: list[Checked] = []
             session = sessions[source]
-            why = _doubt(there) or check(session, there.seal, held, _no_metadata)
+            why = _doubt(found) or check(session, found.seal, held, _no_metadata)
             if why is None:
-                return _Chosen(session, there, held[0][0], tuple(skipped))
+                return _Chosen(session, found, held[0][0], tuple(skipped))
             damage = damage or why
         if damage is None:
             raise AssertionError("a candidate is one of its own place")
@@ -475,7 +475,7 @@ class PartSaver:
         self._scratch = scratch
         self._group = process_group
         self._worker: SaveWorker | None = None
-        self._going: Future[SealedPart] | None = None
+        self._pending: Future[SealedPart] | None = None
 
     def save(
         self,
@@ -527,14 +527,14 @@ class PartSaver:
 
         if self._worker is None:
             self._worker = SaveWorker("ckptfs-part")
-        self._going = self._worker.submit(f"saving {part.uri}", publish)
+        self._pending = self._worker.submit(f"saving {part.uri}", publish)
         return None
 
     def wait(self) -> None:
         """Wait for the save under way and raise its error, on all ranks at the same call."""
-        going, self._going = self._going, None
-        if going is not None:
-            going.result()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
         """Wait as ``wait`` does, and end the thread. Harmless twice."""
@@ -608,11 +608,11 @@ class _StepDirectories(DirectoryManager):
         step_of = names.of(Kind.DIRECTORY).step_of
         request = RestoreRequest(step_of, step, Kind.DIRECTORY, unlogged=unlogged)
 
-        def beside(seal: Seal) -> Wanted:
+        def outside_parts(seal: Seal) -> Wanted:
             parts = {ref.name for ref in seal.parts}
             return lambda path, _: path.split("/", 1)[0] not in parts
 
-        with self._opened(request, None, beside) as opened:
+        with self._opened(request, None, outside_parts) as opened:
             yield opened
 
 
@@ -643,11 +643,11 @@ class StepDriver:
         self._seen_s = seen_s
         self._options = dict(storage_options or {})
         # Alone, even if a launcher's variables say that there are other ranks.
-        ground = RunHandle(Where(uri, Place(self._options)), control=SoloControl())
-        self._manager = _StepDirectories(uri, ground=ground, **options)
+        run_handle = RunHandle(Where(uri, Place(self._options)), control=SoloControl())
+        self._manager = _StepDirectories(uri, ground=run_handle, **options)
         self._worker: SaveWorker | None = None
         self._stopped = threading.Event()
-        self._going: Future[None] | None = None
+        self._pending: Future[None] | None = None
         self._fetched: dict[int, Uri] = {}
 
     @property
@@ -686,7 +686,7 @@ class StepDriver:
                 return
             if self._worker is None:
                 self._worker = SaveWorker("ckptfs-driver")
-            self._going = self._worker.submit(
+            self._pending = self._worker.submit(
                 f"committing {ticket.uri}",
                 lambda: self._commit_later(ticket, path),
             )
@@ -708,17 +708,17 @@ class StepDriver:
 
     def wait(self) -> None:
         """Wait for the commit under way, and raise its error."""
-        going, self._going = self._going, None
-        if going is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         try:
             self._flush()
         except BaseException:
             self._stopped.set()  # the part of the failed group will never be sealed
-            futures.wait([going])
+            futures.wait([pending])
             self._stopped.clear()
             raise
-        going.result()
+        pending.result()
 
     def give_up(self) -> None:
         """Stop waiting for parts: a group failed. The log says that the step is not committed."""

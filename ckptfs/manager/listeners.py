@@ -128,10 +128,10 @@ class EventDispatcher:
         on_commit: Callable[[str], None] | None = None,
         rank: int = 0,
     ) -> None:
-        heard = [one for one in listeners if rank == 0 or isinstance(one, EveryRank)]
+        selected = [one for one in listeners if rank == 0 or isinstance(one, EveryRank)]
         if on_commit is not None and rank == 0:
-            heard.append(_OnCommit(on_commit))
-        self._listeners = [one.listener if isinstance(one, EveryRank) else one for one in heard]
+            selected.append(_OnCommit(on_commit))
+        self._listeners = [one.listener if isinstance(one, EveryRank) else one for one in selected]
         self._events: _Events = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -232,14 +232,14 @@ _Events = queue.SimpleQueue[tuple[EventDispatcher, Event, int] | _Mark | None]
 
 
 def _serve(events: _Events) -> None:
-    while (told := events.get()) is not None:
-        if isinstance(told, _Mark):
-            told.reached.set()
+    while (item := events.get()) is not None:
+        if isinstance(item, _Mark):
+            item.reached.set()
         else:
-            dispatcher, event, at_ns = told
+            dispatcher, event, at_ns = item
             dispatcher.ring(event, at_ns)
             del dispatcher, event
-        del told
+        del item
 
 
 def _kind_of(listener: Listener) -> str:
@@ -280,8 +280,8 @@ class LogListener:
                     self._log.warning("restored step %s from %s, a copy of %s", step, uri, copy_of)
                 for line in skipped:
                     self._log.warning("not restored: %s", line)
-            case Retained(kept, going):
-                self._log.debug("%d checkpoints stay; %s go", kept, list(going) or "none")
+            case Retained(remaining, deleting):
+                self._log.debug("%d checkpoints stay; %s go", remaining, list(deleting) or "none")
             case Deleted(uri, save_id, reason):
                 self._log.debug("deleted %s (%s): %s", uri, save_id, reason)
             case DeleteFailed(uri, save_id, error):
@@ -352,8 +352,9 @@ class MetricsListener:
             case SaveCommitted(result):
                 self._step, self._has_step = result.step or 0, True
                 self._callback(commit_metrics(event), self._step)
-            case Retained(kept) if self._has_step:  # at the claim there is no step to report it for
-                self._callback({"ckptfs/kept": float(kept)}, self._step)
+            # At the claim there is no step to report it for.
+            case Retained(remaining) if self._has_step:
+                self._callback({"ckptfs/kept": float(remaining)}, self._step)
             case SaveFailed(step=step):
                 self._count("failures", step)
             case SaveSkipped(step=step):

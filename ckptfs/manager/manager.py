@@ -243,7 +243,7 @@ class CheckpointManager(RunManager):
         started = time.perf_counter()
         artifact = Kind(kind)
         name = self._settings.names.of(artifact).name(step)
-        told = metrics_of(metrics)  # a wrong call is refused before the run is claimed
+        checked_metrics = metrics_of(metrics)  # a wrong call is refused before the run is claimed
         self._run_handle.check_open()
         if failure:
             self._run_handle.reach_all(f"the save of step {step} on failure", reach_s)
@@ -252,7 +252,7 @@ class CheckpointManager(RunManager):
             return skipped
         workers = self._workers()
         workers.check_beginning(artifact, name, step, failure=failure)
-        taken = self._taken(state)
+        saveable = self._saveable_of(state)
         spec = SaveSpec(
             name,
             step,
@@ -260,16 +260,16 @@ class CheckpointManager(RunManager):
             artifact=artifact,
             run=workers.run.generation,
             failure=failure,
-            per_rank=(*self._settings.per_rank, *taken.per_rank),
-            metrics=told,
+            per_rank=(*self._settings.per_rank, *saveable.per_rank),
+            metrics=checked_metrics,
             spares_foreign=True,
         )
         job = StateJob(
-            taken.state_dict, self._run_handle.root / name, spec, self._settings.write, started
+            saveable.state_dict, self._run_handle.root / name, spec, self._settings.write, started
         )
         return self._run_job(job)
 
-    def _taken(self, state: Any) -> Saveable:
+    def _saveable_of(self, state: Any) -> Saveable:
         try:
             return saveable(state)
         except BaseException as error:  # noqa: BLE001 - raised where all ranks plan, so all hear of it

@@ -57,8 +57,8 @@ class Template:
                 hint='for example name="step_{N}" or name="checkpoint-{N:08}"',
             )
         before, after = self.text[: places[0].start()], self.text[places[0].end() :]
-        rest = before + after
-        if set(rest) & set("/\\\0{}") or self.text.startswith(".") or rest == CONTROL:
+        fixed_text = before + after
+        if set(fixed_text) & set("/\\\0{}") or self.text.startswith(".") or fixed_text == CONTROL:
             raise StateError(
                 f"name template {self.text!r} is not the name of a directory",
                 hint="use letters, digits, - and _ around {N}; the directory is made directly in "

@@ -99,9 +99,9 @@ class Figures:
                 self.add("ckptfs_save_failures_total", type=error_type(error), outcome=outcome)
             case SaveSkipped():
                 self.add("ckptfs_saves_skipped_total")
-            case Retained(kept, going):
-                self.set("ckptfs_checkpoints_kept", kept)
-                self.debris.update(going)
+            case Retained(remaining, deleting):
+                self.set("ckptfs_checkpoints_kept", remaining)
+                self.debris.update(deleting)
             case Deleted(uri=uri):
                 self.add("ckptfs_deletes_total")
                 self.debris.discard(uri)
@@ -151,11 +151,11 @@ def error_type(error: str) -> str:
 def render(samples: Mapping[tuple[str, Labels], float], constant: Labels = ()) -> str:
     """Return the samples in the text format: families together, each with its help and type."""
     lines = []
-    for name, (kind, told) in _FAMILIES.items():
-        mine = [(labels, value) for (at, labels), value in samples.items() if at == name]
-        if mine:
-            lines += [f"# HELP {name} {told}", f"# TYPE {name} {kind}"]
-            lines += [_sample(name, constant + labels, value) for labels, value in sorted(mine)]
+    for name, (kind, help_text) in _FAMILIES.items():
+        series = [(labels, value) for (at, labels), value in samples.items() if at == name]
+        if series:
+            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
+            lines += [_sample(name, constant + labels, value) for labels, value in sorted(series)]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -166,7 +166,9 @@ def parse_last(text: str, constant: Labels = ()) -> dict[tuple[str, Labels], flo
         match = _SERIES.fullmatch(line)
         if match is None or not match["name"].startswith(_LAST):
             continue
-        labels = tuple((key, _unescaped(told)) for key, told in _PAIR.findall(match["labels"]))
+        labels = tuple(
+            (key, _unescaped(escaped)) for key, escaped in _PAIR.findall(match["labels"])
+        )
         if labels[: len(constant)] == constant:
             found[match["name"], labels[len(constant) :]] = float(match["value"])
     return found
@@ -216,13 +218,13 @@ class PrometheusTextfile(TimedListener):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._labels = tuple((str(k), str(v)) for k, v in (labels or {}).items())
-        taken = {"kind", "phase", "rank", "type", "outcome"}
+        reserved = {"kind", "phase", "rank", "type", "outcome"}
         for name, _ in self._labels:
-            if not _LABEL.fullmatch(name) or name.startswith("__") or name in taken:
+            if not _LABEL.fullmatch(name) or name.startswith("__") or name in reserved:
                 raise StateError(
                     f"{name!r} cannot be a label here",
                     hint="use letters, digits and _; do not start with __, and do not use "
-                    f"{sorted(taken)}",
+                    f"{sorted(reserved)}",
                 )
         target = Uri.parse(path_or_uri)
         self._key = target.name

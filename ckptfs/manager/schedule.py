@@ -371,10 +371,10 @@ class Schedule:
 
     def _post(self, rounds: _Rounds) -> Post:
         now_s = self._clock()
-        told = self._signals.received if self._signals is not None else None
+        signal_name = self._signals.received if self._signals is not None else None
         world = rounds.world
         post = Post(
-            f"{told} to rank {world.rank} on {world.place}" if told else None,
+            f"{signal_name} to rank {world.rank} on {world.place}" if signal_name else None,
             self._saves,
             now_s - self._saved_at_s,
             self._calls if self._next_round else 0,

@@ -149,13 +149,13 @@ class FilesJob:
             lambda: self._list(session) if is_lead else None,
             lambda listings: share_files(listings, nodes, domains),
         )
-        mine = shares[control.rank]
-        watch.planned(sum(file.size_bytes for file in mine.send), len(mine.send))
+        share = shares[control.rank]
+        watch.planned(sum(file.size_bytes for file in share.send), len(share.send))
         attempt = Attempt(session, self.spec)
         try:
             with followed(attempt, watch, self._result_of(control.rank)):
                 attempt.begin()
-                part = Publication(attempt, session, self.path, mine)
+                part = Publication(attempt, session, self.path, share)
 
                 def write() -> WrittenPart:
                     watch.enter(Phase.WRITE)
@@ -215,8 +215,8 @@ class Saver:
     def failed(self, target: Uri, spec: SaveSpec, error: BaseException) -> None:
         """Report a failed save to the listeners. Local."""
         outcome = error.outcome if isinstance(error, CkptfsError) else "failed"
-        told = f"{type(error).__name__}: {error}"
-        self._tell(SaveFailed(str(target), spec.step or 0, told, outcome))
+        text = f"{type(error).__name__}: {error}"
+        self._tell(SaveFailed(str(target), spec.step or 0, text, outcome))
 
     def follow(self, kind: Kind, session: RunSession, result: SaveResult, stall_s: float) -> None:
         """Run what follows a commit.
@@ -301,7 +301,7 @@ class RunWorkers:
         self._past = Past()
         self._settings = settings
         self._tell = tell
-        self._aside: SaveResources | None = None
+        self._resources: SaveResources | None = None
         self._hurried = False
         self._stack = contextlib.ExitStack()
         self.retirer = Retirer(
@@ -314,7 +314,7 @@ class RunWorkers:
             self._stack.close()
             raise
         self.saver = Saver(tell, self._before, (self._point, self._retain))
-        self._told_needs = False
+        self._has_logged_needs = False
 
     @classmethod
     def start(
@@ -369,8 +369,8 @@ class RunWorkers:
     def hurry(self) -> None:
         """Give the saves under way a bounded time: an exception left the block. Local."""
         self._hurried = True  # close would wait for them again, without a limit
-        if self._aside is not None:
-            self._aside.leave()
+        if self._resources is not None:
+            self._resources.leave()
 
     def close(self) -> None:
         """Close everything that works for the run. Local. A second call does nothing."""
@@ -453,8 +453,8 @@ class RunWorkers:
         if self._past.saves or self._past.is_overwritten or self._start.is_empty or not copies:
             return
         try:
-            with open_copies(copies, session.control) as there:
-                found = [self._past_of(one, partial(_state_of, one)) for one in there]
+            with open_copies(copies, session.control) as copy_sessions:
+                found = [self._past_of(one, partial(_state_of, one)) for one in copy_sessions]
         except CkptfsError as error:
             # A copy that cannot be reached is no reason not to save.
             logger.warning("it is unknown whether a copy is newer than the run: %s", error)
@@ -463,7 +463,7 @@ class RunWorkers:
 
     def _past_of(self, session: RunSession, look: Callable[[], LogState | None]) -> Past:
         """Return what other jobs saved there under this manager's names. Collective."""
-        mine, names = self.run.generation, self._settings.names
+        generation, names = self.run.generation, self._settings.names
 
         def saves(views: Views) -> tuple[Earlier, ...]:
             seals = (live.seal for live in catalog(views))
@@ -475,11 +475,11 @@ class RunWorkers:
                     seal.artifact is names.main and not seal.failure,
                 )
                 for seal in seals
-                if seal.base != mine and names.is_ours(seal)
+                if seal.base != generation and names.is_ours(seal)
             )
 
         def decide(views: Views) -> Past:
-            before = {domain: _before(mine, view) for domain, view in views.items()}
+            before = {domain: _before(generation, view) for domain, view in views.items()}
             found = saves(before)
             return Past(found or saves(views), is_overwritten=not found and bool(saves(views)))
 
@@ -491,9 +491,9 @@ class RunWorkers:
         state = session.known.state
         if session.control.rank != 0 or state is None or not state.saves.knows_name(name):
             return
-        taken = save_named(name, {session.placement.mine.id: state})
-        if taken is not None and taken.base != self.run.generation:
-            self._warn_of_replacing(name, taken.save_id)
+        replaced = save_named(name, {session.placement.mine.id: state})
+        if replaced is not None and replaced.base != self.run.generation:
+            self._warn_of_replacing(name, replaced.save_id)
 
     def _warn_of_replacing(self, name: str, save_id: str) -> None:
         if self._start.step is not None:
@@ -519,10 +519,10 @@ class RunWorkers:
         ``begun`` receives the pending save, also if Ctrl-C is raised instead of returning it: the
         other ranks wait for it.
         """
-        aside, session = self._opened_resources()
+        resources, session = self._opened_resources()
         pending = PendingSave(str(job.target), job.spec.step)
         if not isinstance(job, StateJob):
-            return self._save_later(job, aside, session, pending, begun)
+            return self._save_later(job, resources, session, pending, begun)
         state, job = job.state, replace(job, state={})  # the worker must not keep tensors alive
 
         def save(staged: Share, watch: Watch) -> SaveResult:
@@ -536,7 +536,7 @@ class RunWorkers:
         compare = session.control.size > 1
         try:
             return begin_in_background(
-                state, pending, save, aside, compare_ranks=compare, tell=self._tell
+                state, pending, save, resources, compare_ranks=compare, tell=self._tell
             )
         finally:
             begun(pending)
@@ -669,19 +669,19 @@ class RunWorkers:
 
     def _opened_resources(self) -> tuple[SaveResources, RunSession]:
         """Return the worker's thread, buffers and session. Collective at its first use."""
-        if self._aside is None or self._aside.session is None:
+        if self._resources is None or self._resources.session is None:
             control = self.run.session.control.clone()
             session = replace(self.run.session, control=control)
-            self._aside = SaveResources(SaveWorker("ckptfs-manager"), self._buffers, session)
+            self._resources = SaveResources(SaveWorker("ckptfs-manager"), self._buffers, session)
             self._stack.callback(self._close_resources)
             # When the run is collected, no save is under way: its job would refer to the manager.
-            self.run.closing.callback(self._aside.close, 0.0)
-        assert self._aside.session is not None  # noqa: S101 - made with one
-        return self._aside, self._aside.session
+            self.run.closing.callback(self._resources.close, 0.0)
+        assert self._resources.session is not None  # noqa: S101 - made with one
+        return self._resources, self._resources.session
 
     def _close_resources(self) -> None:
-        if self._aside is not None and not self._hurried:
-            self._aside.close()
+        if self._resources is not None and not self._hurried:
+            self._resources.close()
 
     # -- around each save ---------------------------------------------------------------
 
@@ -700,8 +700,8 @@ class RunWorkers:
             self._copier.after_commit(result)
         self._at = result.step
         self._let_go(session)
-        if not self._told_needs and len(result.per_rank) == session.control.size:
-            self._told_needs = True
+        if not self._has_logged_needs and len(result.per_rank) == session.control.size:
+            self._has_logged_needs = True
             self.retirer.log_needs(result.per_rank)
 
     def _let_go(self, session: RunSession, needed: frozenset[str] = frozenset()) -> None:
@@ -726,7 +726,7 @@ def refuse_beginning(
     ``Earlier``.
     """
     newest = next((one for one in reversed(earlier) if one.is_full), None)
-    taken = next((one for one in earlier if one.where.name == name), None)
+    same_name = next((one for one in earlier if one.where.name == name), None)
     reads = "restore()" if main is Kind.CHECKPOINT else "reading() or the framework's own load"
     hint = (
         f"call {reads} to continue from the newest, save to another run, or make the manager "
@@ -739,10 +739,10 @@ def refuse_beginning(
             uri=newest.where,
             hint=hint,
         )
-    if taken is not None:
+    if same_name is not None:
         raise CommitConflictError(
-            f"{name} is committed already (save {taken.save_id}), and this job restored nothing",
-            uri=taken.where,
+            f"{name} is committed already (save {same_name.save_id}), and this job restored nothing",
+            uri=same_name.where,
             hint=hint,
         )
 

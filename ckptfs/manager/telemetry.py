@@ -93,8 +93,8 @@ class TelemetryListener(TimedListener):
                 self._begin(event, at_ns)
             case Staged(uri, step):
                 self._phase((uri, step or 0), "stage", at_ns, {"ckptfs.stall_s": event.stall_s})
-            case Written(uri, step, mine):
-                self._phase((uri, step or 0), "write", at_ns, _numbers("ckptfs.rank", mine))
+            case Written(uri, step, counters):
+                self._phase((uri, step or 0), "write", at_ns, _numbers("ckptfs.rank", counters))
             case SaveCommitted():
                 self._committed(event, at_ns)
             case SaveFailed():
