@@ -176,11 +176,16 @@ def may_seal_part(state: LogState, part: Part) -> Part | Refused[Refusal]:
     """Seal a part, unless there is a newer fence, or this log gave up the part or its whole."""
     if state.generation > part.base:
         return Refused(Refusal.FENCED, state)
-    whole, known = state.save(part.of), state.save(part.save_id)
-    if known.aborted or whole.aborted or whole.deleted or whole.decided is Outcome.ABORTED:
+    checkpoint, known = state.save(part.of), state.save(part.save_id)
+    if (
+        known.aborted
+        or checkpoint.aborted
+        or checkpoint.deleted
+        or checkpoint.decided is Outcome.ABORTED
+    ):
         return Refused(Refusal.ABORTED, state)
     # The decision was made without this part: it is too late.
-    if whole.seal is not None:
+    if checkpoint.seal is not None:
         return Refused(Refusal.CONFLICT, state)
     return Refused(Refusal.NOTHING, state) if known.part is not None else part
 
@@ -320,8 +325,8 @@ def _users(save_id: str, views: Views, deleted: Container[str]) -> tuple[str, ..
 
 def _is_newest(save_id: str, views: Views) -> bool:
     lives = [live.seal for live in catalog(views)]
-    mine = next((seal for seal in lives if seal.save_id == save_id), None)
-    alike = [seal for seal in lives if mine is not None and seal.artifact is mine.artifact]
+    own_seal = next((seal for seal in lives if seal.save_id == save_id), None)
+    alike = [seal for seal in lives if own_seal is not None and seal.artifact is own_seal.artifact]
     return bool(alike) and alike[-1].save_id == save_id
 
 
@@ -350,13 +355,13 @@ def needed(views: Views, candidates: Container[str], roots: Iterable[str]) -> se
         and standing(save_id, views) not in (Standing.DELETED, Standing.ABORTED)
     ]
     found: set[str] = set()
-    asked = [*pinned, *roots, *stays]
-    while asked:
-        save_id = asked.pop()
+    to_visit = [*pinned, *roots, *stays]
+    while to_visit:
+        save_id = to_visit.pop()
         if save_id not in found:
             found.add(save_id)
             # A save that stays must stay complete: so the references of a reference stay too.
-            asked += seals[save_id].references if save_id in seals else ()
+            to_visit += seals[save_id].references if save_id in seals else ()
     return found
 
 
@@ -381,12 +386,12 @@ def pending_deletes(views: Views, at_once: Container[str] = frozenset()) -> list
     """
     lives = commits(views)
     used = used_overwrites(views, lives)
-    kept = _needed_ids(views, lives)
+    needed_ids = _needed_ids(views, lives)
     successors = _successors(lives)
     out = []
     for live in lives:
         seal = live.seal
-        if seal.save_id in kept or is_deleted(seal.save_id, views):
+        if seal.save_id in needed_ids or is_deleted(seal.save_id, views):
             continue
         if seal.parts and views.keys().isdisjoint(seal.domains):
             continue  # its home may have pinned it
@@ -414,11 +419,11 @@ def _successors(lives: Sequence[Live]) -> dict[str, Seal]:
 
 def _needed_ids(views: Views, lives: Sequence[Live]) -> set[str]:
     """Return the ids of live and pinned saves, and of the saves that they refer to."""
-    kept = {live.seal.save_id: live.seal for live in catalog_of(lives, views)}
+    seals = {live.seal.save_id: live.seal for live in catalog_of(lives, views)}
     for live in lives:
         if any(view.save(live.seal.save_id).pinned for view in views.values()):
-            kept[live.seal.save_id] = live.seal
-    return set(kept) | {r for seal in kept.values() for r in seal.references}
+            seals[live.seal.save_id] = live.seal
+    return set(seals) | {r for seal in seals.values() for r in seal.references}
 
 
 def waiting(state: LogState) -> list[Seal]:

@@ -562,8 +562,8 @@ def name_is_plain(name: str, shape: Shape) -> Program[None]:
     """
     if shape is Shape.OBJECT:
         return
-    whole, part, _ = name.partition("/")
-    yield RefuseLink(whole)
+    checkpoint, part, _ = name.partition("/")
+    yield RefuseLink(checkpoint)
     if part:
         yield RefuseLink(name)
 
@@ -579,8 +579,8 @@ def is_checkpoint_name(name: str, *, is_part: bool) -> bool:
         check_key(name)
     except UriError:
         return False
-    whole, *rest = name.split("/")
-    return len(rest) == int(is_part) and whole not in ("", CONTROL, SHARED)
+    checkpoint, *parts = name.split("/")
+    return len(parts) == int(is_part) and checkpoint not in ("", CONTROL, SHARED)
 
 
 def _names(folder: str) -> Program[list[Entry]]:

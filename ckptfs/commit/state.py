@@ -77,8 +77,8 @@ def part_name(name: str, part: str) -> str:
 
 def split_name(name: str) -> tuple[str, str | None]:
     """Split a name into the name of the checkpoint and that of its part, or None."""
-    whole, _, part = name.partition("/")
-    return whole, part or None
+    checkpoint, _, part = name.partition("/")
+    return checkpoint, part or None
 
 
 def piece(seal: Seal, ref: PartRef) -> Seal:
@@ -182,8 +182,8 @@ def _standing_of_parts(save_id: str, views: Views) -> Standing:
     seal = seal_of(save_id, views)
     if seal is None:
         return Standing.UNKNOWN
-    told = (d for d in views if d not in seal.domains) if seal.parts else ()
-    if any(views[d].save(save_id).seal is not None for d in told):
+    other_domains = (d for d in views if d not in seal.domains) if seal.parts else ()
+    if any(views[d].save(save_id).seal is not None for d in other_domains):
         return Standing.COMMITTED
     reached = [views[d].save(save_id) for d in seal.domains if d in views]
     if any(s.seal is None for s in reached):
@@ -193,13 +193,13 @@ def _standing_of_parts(save_id: str, views: Views) -> Standing:
 
 def _standing_of_part(part: Part, views: Views) -> Standing:
     """Return the state of a sealed part: that of the whole, if the whole includes it."""
-    whole = _standing_of_parts(part.of, views)
-    if whole in (Standing.COMMITTED, Standing.DELETED):
+    outcome = _standing_of_parts(part.of, views)
+    if outcome in (Standing.COMMITTED, Standing.DELETED):
         seal = seal_of(part.of, views)
         chosen = seal is None or any(ref.save_id == part.save_id for ref in seal.parts)
-        return whole if chosen else Standing.ABORTED
-    if whole is Standing.ABORTED:
-        return whole
+        return outcome if chosen else Standing.ABORTED
+    if outcome is Standing.ABORTED:
+        return outcome
     if any(views[d].save(part.save_id).part is None for d in part.domains if d in views):
         return Standing.PENDING
     return Standing.PENDING if part.home in views else Standing.IN_DOUBT
@@ -238,8 +238,8 @@ def order_key(seal: Seal, views: Views) -> Key:
 
     All of them are walked only for an unfenced save.
     """
-    beside = [] if seal.fenced else [live.seal for live in commits(views)]
-    every = in_order({one.save_id: one for one in (*beside, seal)}.values(), views)
+    others = [] if seal.fenced else [live.seal for live in commits(views)]
+    every = in_order({one.save_id: one for one in (*others, seal)}.values(), views)
     return next(live.key for live in every if live.seal.save_id == seal.save_id)
 
 
@@ -261,21 +261,21 @@ def unsent(views: Views, ids: Iterable[str] = ()) -> frozenset[str]:
         if is_deleted(save.save_id, views):
             continue
         if save.seal is not None:
-            told, related = save.seal.everywhere, {ref.save_id for ref in save.seal.parts}
-            known = [views[d].saves for d in told if d in views]
-            is_told = all(save.save_id in saves for saves in known)
+            domains, related = save.seal.everywhere, {ref.save_id for ref in save.seal.parts}
+            known = [views[d].saves for d in domains if d in views]
+            is_known = all(save.save_id in saves for saves in known)
         elif save.part is not None:
             related = {save.part.of}
             known = [views[d].saves for d in save.part.domains if d in views]
             home, of = views.get(save.part.home), save.part.of
             # If the home is out of reach, any log that has the whole shows what became of it.
             knows = [home] if home is not None else views.values()
-            is_told = all(save.save_id in saves for saves in known) and any(
+            is_known = all(save.save_id in saves for saves in known) and any(
                 of in view.saves for view in knows
             )
         else:
             continue
-        if not is_told:
+        if not is_known:
             missing |= {save.save_id, *related}
     return frozenset(missing)
 
@@ -445,7 +445,7 @@ def next_seq(base: Generation, views: Views, *, fenced: bool) -> int:
 
 def successor_here(state: LogState, seal: Seal) -> Seal | None:
     """Return the newest undeleted save of the name that this log sealed after ``seal``, or None."""
-    mine = state.save(seal.save_id).sealed_at
+    sealed_at = state.save(seal.save_id).sealed_at
     later = [
         (save.sealed_at, save.seal)
         for save in state.saves.living.values()
@@ -454,6 +454,6 @@ def successor_here(state: LogState, seal: Seal) -> Seal | None:
         and save.seal.name == seal.name
         and save.decided is not Outcome.ABORTED
         and not save.deleted
-        and (mine is None or save.sealed_at > mine)
+        and (sealed_at is None or save.sealed_at > sealed_at)
     ]
     return max(later, key=lambda pair: pair[0])[1] if later else None

@@ -86,12 +86,12 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _LogReport:
-    """What one process of a node reports about its log. is_whole: ``view`` has all saves, not only the living ones.
+    """What one process of a node reports about its log. is_complete: ``view`` has all saves, not only the living ones.
     is_saved_over: another program's checkpoint has replaced the save.
     """
 
     view: View
-    is_whole: bool
+    is_complete: bool
     is_saved_over: bool
 
 
@@ -179,26 +179,28 @@ def locate(session: RunSession, name: str) -> Found:
         domain, state = view
         is_replaced = _is_saved_over(session, name, view, ahead)
         if ids is None or not state.saves.settled.size:
-            return _LogReport(view, is_whole=True, is_saved_over=is_replaced)
-        return _LogReport((domain, state.to_send(ids)), is_whole=False, is_saved_over=is_replaced)
+            return _LogReport(view, is_complete=True, is_saved_over=is_replaced)
+        return _LogReport(
+            (domain, state.to_send(ids)), is_complete=False, is_saved_over=is_replaced
+        )
 
     def choose(answers: Sequence[_LogReport | None]) -> _Choice:
         report = [a for a in answers if a is not None]
         views = dict(one.view for one in report)
         step, part = split_name(name)
-        whole = live_of(step, views, where)
-        if whole is None:
+        checkpoint_seal = live_of(step, views, where)
+        if checkpoint_seal is None:
             return _Choice(None, views)
         if any(one.is_saved_over for one in report):
-            raise unlogged_error((name,), whole, session.storage.root)
-        seal, holders = part_of(whole, part, where)
+            raise unlogged_error((name,), checkpoint_seal, session.storage.root)
+        seal, holders = part_of(checkpoint_seal, part, where)
         # Only this save is sent to every rank, because the log may be long.
         return _Choice(seal, {}, holders)
 
     def choose_first(answers: Sequence[_LogReport | None]) -> _Choice | None:
         choice = choose(answers)
-        is_whole = all(one is None or one.is_whole for one in answers)
-        return choice if choice.seal is not None or is_whole else None
+        is_complete = all(one is None or one.is_complete for one in answers)
+        return choice if choice.seal is not None or is_complete else None
 
     def look_for(choice: _Choice) -> Found | _Miss | _Changed:
         try:
@@ -287,17 +289,17 @@ def _is_saved_over(
     if not session.placement.is_owner:
         return False
     views, (step, part) = dict([view]), split_name(name)
-    mine = [seal for seal in list_live(views) if seal.name == step]
+    seals = [seal for seal in list_live(views) if seal.name == step]
     if part is not None:
-        mine = [piece(seal, ref) for seal in mine for ref in seal.parts if ref.name == part]
+        seals = [piece(seal, ref) for seal in seals for ref in seal.parts if ref.name == part]
     shape = session.caps.shape
-    if len(mine) == 1 and session.control.size == 1 and shape is Shape.OBJECT:
-        (seal,) = mine
+    if len(seals) == 1 and session.control.size == 1 and shape is Shape.OBJECT:
+        (seal,) = seals
         search = find(seal, shape, session.storage.uri(name), with_metadata=True)
         both = side_by_side(is_overwritten(seal, views, shape), settled(search))
         is_replaced, ahead[seal.save_id] = drive(both, session.storage)
         return bool(is_replaced)
-    return any(drive(is_overwritten(seal, views, shape), session.storage) for seal in mine)
+    return any(drive(is_overwritten(seal, views, shape), session.storage) for seal in seals)
 
 
 def _misses(

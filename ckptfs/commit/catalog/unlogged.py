@@ -142,13 +142,13 @@ def list_unlogged(views: Views, root: Uri, kind: Kind | None = None) -> Program[
         return []
     found = []
     for name in unlogged_names(entries, views):
-        beside = yield from look_at_directory(name, views, root)
-        if beside is not None:
-            found.append(beside)
+        directory = yield from look_at_directory(name, views, root)
+        if directory is not None:
+            found.append(directory)
     # A listing has the checkpoints that can be loaded; load() says what is wrong with the others.
-    whole = {one.name: one.checkpoint for one in found if one.checkpoint is not None}
-    wanted = (b for b in found if b.name in whole and kind in (None, whole[b.name].kind))
-    return [whole[beside.name] for beside in oldest_first(wanted)]
+    loadable = {one.name: one.checkpoint for one in found if one.checkpoint is not None}
+    wanted = (b for b in found if b.name in loadable and kind in (None, loadable[b.name].kind))
+    return [loadable[directory.name] for directory in oldest_first(wanted)]
 
 
 def newest(views: Views, root: Uri, kind: Kind) -> Program[Checkpoint | None]:
@@ -276,8 +276,8 @@ def _enough(manifest: Manifest, missing: tuple[str, ...]) -> bool:
     Then all files of at least one domain, and all files that belong to every domain, are here.
     """
     lacking = {f.domain for f in manifest.files if f.path in missing}
-    whole = [d.id for d in manifest.domains if d.id not in lacking]
-    return not lacking or (None not in lacking and bool(whole))
+    complete_domains = [d.id for d in manifest.domains if d.id not in lacking]
+    return not lacking or (None not in lacking and bool(complete_domains))
 
 
 _READ_BYTES = 1 << 20  # up to this size a file is read, which costs as much as any other request
@@ -359,14 +359,14 @@ def _look(views: Views, shape: Shape) -> Program[tuple[str, ...]]:
     keys = AttemptKeys(shape, newest.name, newest.save_id)
     homes = [f"{data}/{_last_piece(newest)}" for data in keys.homes()]
     shows = _first([f"{newest.name}/{METADATA}"])
-    mine, shown, entries = yield from side_by_side(_first(homes), shows, _entries_of_run())
-    if mine is None or mine.modified_s is None:
+    own, shown, entries = yield from side_by_side(_first(homes), shows, _entries_of_run())
+    if own is None or own.modified_s is None:
         return ()
     found: tuple[str, ...] = ()
     for name in unlogged_names(entries, views):
-        if (yield from _came_later(name, views, mine.modified_s)):
+        if (yield from _came_later(name, views, own.modified_s)):
             found += (name,)
-    if (yield from is_overwritten(newest, views, shape, (mine, shown))):
+    if (yield from is_overwritten(newest, views, shape, (own, shown))):
         found += (newest.name,)
     return found
 
@@ -430,8 +430,8 @@ def missing_data(name: str, metadata: bytes) -> Program[tuple[str, ...]]:
             entries: list[Entry] = yield List(key)
         except NotFoundError:
             entries = []
-        there = {entry.name for entry in entries if not entry.is_dir}
-        missing += [f"{folder}/{file}" if folder else file for file in files if file not in there]
+        present = {entry.name for entry in entries if not entry.is_dir}
+        missing += [f"{folder}/{file}" if folder else file for file in files if file not in present]
     return tuple(missing)
 
 
@@ -454,13 +454,13 @@ def is_overwritten(
         homes = [f"{home}/{METADATA}" for home in keys.homes()]
         shows = f"{keys.name}/{METADATA}"
         if known is not None and not seal.parts:
-            mine, shown = known
+            own, shown = known
         elif shape is Shape.OBJECT:
             looks = (_first(homes), _first([shows]), _small(shows))
-            mine, shown, data = yield from side_by_side(*looks)
+            own, shown, data = yield from side_by_side(*looks)
         else:
-            mine, shown = yield from side_by_side(_first(homes), _first([shows]))
-        if mine is not None and (yield from _is_overwritten(keys, mine, shown, views, data)):
+            own, shown = yield from side_by_side(_first(homes), _first([shows]))
+        if own is not None and (yield from _is_overwritten(keys, own, shown, views, data)):
             return True
     return False
 

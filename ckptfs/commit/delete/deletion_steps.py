@@ -336,16 +336,16 @@ def erase_retired(
     again: An earlier try of this generation failed, so some bytes may be in its trash already.
     trash: The remover's own directory if it does not hold the run; None: the holder's.
     """
-    seen, found = yield from _look_again(save_id, means, state)
-    save = seen.save(save_id)
-    if seen.generation > holder:
-        return Erasure.FENCED, seen
+    current, found = yield from _look_again(save_id, means, state)
+    save = current.save(save_id)
+    if current.generation > holder:
+        return Erasure.FENCED, current
     if save.seal is None or not save.deleted or save.gone:
-        return Erasure.GONE, seen
+        return Erasure.GONE, current
     if again and means.caps.shape is Shape.FILESYSTEM:
         # A renamed file is not found at its place any more: the next try would take it for removed.
         yield from _empty_trash(save_id, trash_of(holder))
-    views = {means.domain: seen}
+    views = {means.domain: current}
     done = yield from finish_delete(save.seal, views, means, holder, trash=trash, found=found)
     if done.state.save(save_id).gone:
         write_id = next(means.ids)
@@ -369,8 +369,8 @@ def _look_again(
         # If a successor has the names, they are not needed here.
         names = [] if successor_here(known, seal) else list(pieces(seal, means.domain))
     looks = (look_at_names(piece.name) for piece in names)
-    seen, *found = yield from side_by_side(catch_up_again(known), *looks)
-    return seen, {piece.save_id: one for piece, one in zip(names, found, strict=True)}
+    current, *found = yield from side_by_side(catch_up_again(known), *looks)
+    return current, {piece.save_id: one for piece, one in zip(names, found, strict=True)}
 
 
 def _empty_trash(save_id: str, trash: str) -> Program[None]:
@@ -514,29 +514,29 @@ def find_removed(session: RunSession, name: str, artifact: Kind) -> tuple[Remova
     def decide(
         answers: Sequence[tuple[View, frozenset[str]] | None],
     ) -> tuple[Removal, ...]:
-        told = [a for a in answers if a is not None]
-        views = dict(view for view, _ in told)
-        gone = {view[0]: ids for view, ids in told}
-        mine = [live.seal for live in committed(views) if live.seal.name == name]
+        reports = [a for a in answers if a is not None]
+        views = dict(view for view, _ in reports)
+        gone = {view[0]: ids for view, ids in reports}
+        committed_seals = [live.seal for live in committed(views) if live.seal.name == name]
         removed = tuple(
             Removal(seal, any(v.save(seal.save_id).pinned for v in views.values()))
-            for seal in mine
+            for seal in committed_seals
             if all(seal.save_id in gone.get(domain, ()) for domain in seal.everywhere)
         )
         ids = {one.seal.save_id for one in removed}
-        taken = save_named(name, views)
-        keeps = {seal.save_id for seal in mine} - ids
+        current = save_named(name, views)
+        keeps = {seal.save_id for seal in committed_seals} - ids
         if artifact is not Kind.DIRECTORY:
             # Older saves of the name may keep their data: the data of the next one has its own
             # directory.
-            keeps &= {taken.save_id} if taken is not None else set()
-        return () if taken is None or taken.save_id not in ids or keeps else removed
+            keeps &= {current.save_id} if current is not None else set()
+        return () if current is None or current.save_id not in ids or keeps else removed
 
     return step_with_views(
         session.control,
         "removed by hand?",
         look,
-        lambda told: None if told is None else told[0],
+        lambda report: None if report is None else report[0],
         decide,
     )
 

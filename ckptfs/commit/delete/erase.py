@@ -90,10 +90,10 @@ def erase(
         found: On an object store, what was just read under the names of the save and of its parts,
             by save_id. What is not in it is read.
     """
-    mine = pieces(save, domain)
+    pieces_here = pieces(save, domain)
     if caps.shape is Shape.FILESYSTEM:
         # Its projection sources first: otherwise a process that stalls over them projects a deleted save.
-        for seal in mine:
+        for seal in pieces_here:
             keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
             yield from move_to_trash(keys.attempt, f"{trash}/{seal.save_id}.attempt")
         # Also if there was none: its projection moved the name away, and a power cut may bring it
@@ -113,8 +113,8 @@ def erase(
     if caps.shape is Shape.FILESYSTEM and (yield from is_link(save.name)):
         logger.warning(LEFT, save.name, "a link, or no directory")
         return False
-    whole_gone = True
-    for seal in mine:
+    all_gone = True
+    for seal in pieces_here:
         keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
         if caps.shape is Shape.OBJECT:
             here = None if found is None else found.get(seal.save_id)
@@ -124,8 +124,8 @@ def erase(
             done = yield from _erase_real(keys, seal, trash, alone=seal.name not in names)
         if not done and caps.shape is Shape.OBJECT:
             return False
-        whole_gone = whole_gone and done
-    if not whole_gone:
+        all_gone = all_gone and done
+    if not all_gone:
         return False
     if successor is not None and successor.parts and not save.parts:
         # Each part of the successor has a `.metadata` of its own: no other save uses this one.

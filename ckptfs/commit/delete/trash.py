@@ -206,8 +206,8 @@ def take_trash(generation: Generation, caps: Capabilities, state: LogState) -> P
     """
     if caps.shape is Shape.OBJECT:
         return
-    mine = trash_of(generation)
-    yield MakeDir(mine)
+    own_trash = trash_of(generation)
+    yield MakeDir(own_trash)
     entries: list[Entry] = yield List(TRASH)
     for entry in entries:
         number, _, nonce = entry.name.partition("-")
@@ -215,7 +215,7 @@ def take_trash(generation: Generation, caps: Capabilities, state: LogState) -> P
             # An attempt that its own process gave up, and perhaps still writes to.
             yield from _remove_if_it_can(f"{TRASH}/{entry.name}")
         elif Generation(int(number), nonce) < generation:
-            yield from _take_away(f"{TRASH}/{entry.name}", mine, state)
+            yield from _take_away(f"{TRASH}/{entry.name}", own_trash, state)
 
 
 def _remove_if_it_can(key: str) -> Program[None]:

@@ -247,9 +247,11 @@ def sweep(parent: str, prefix: str, place: str) -> None:
         if not name.startswith(prefix) or _read(os.path.join(top, _PLACE)) != place:
             continue
         with contextlib.suppress(OSError):
-            there = os.path.join(top, _USERS)
+            users_dir = os.path.join(top, _USERS)
             # No users directory: the last user was killed while it removed the rest.
-            users = [u.split(".") for u in os.listdir(there)] if os.path.isdir(there) else []
+            users = (
+                [u.split(".") for u in os.listdir(users_dir)] if os.path.isdir(users_dir) else []
+            )
             if not any(start_ticks(int(pid)) == ticks for _, pid, ticks in users):
                 shutil.rmtree(top, ignore_errors=True)
 
@@ -431,13 +433,13 @@ def fetched(
         return _Begun(place.node, place.make(), tuple(wanted))
 
     try:
-        told = control.step("begin to fetch", begin)
-        mine = next(begun for begun in told if begun is not None and begun.node == place.node)
-        place.target = mine.target
-        share = share_items(mine.items, len(place.mates))[place.mates.index(control.rank)]
-        control.step("fetch", lambda: _download(storage, share, mine.target))
+        answers = control.step("begin to fetch", begin)
+        own = next(begun for begun in answers if begun is not None and begun.node == place.node)
+        place.target = own.target
+        share = share_items(own.items, len(place.mates))[place.mates.index(control.rank)]
+        control.step("fetch", lambda: _download(storage, share, own.target))
         if isinstance(place, _Into):
-            publish = partial(place.publish, mine.items)
+            publish = partial(place.publish, own.items)
             control.step("publish", lambda: publish() if place.is_lead else None)
     except BaseException:
         place.discard()
@@ -475,8 +477,8 @@ class _Into(NodeScratch):
             AlreadyExistsError: The directory has files already.
         """
         with in_flight("listing", self._into):
-            taken = os.path.isdir(self._into) and bool(os.listdir(self._into))
-        if taken:
+            has_files = os.path.isdir(self._into) and bool(os.listdir(self._into))
+        if has_files:
             raise AlreadyExistsError(
                 "the directory to fetch into has files", uri=self._into, hint="choose another"
             )
@@ -510,14 +512,14 @@ def _download(storage: Storage, share: Sequence[Item], target: str) -> None:
     small = [i for i in share if i.size_bytes is not None and i.size_bytes <= BATCHED_BYTES]
     large = [i for i in share if i not in small]
     with Threads(_AT_ONCE, "ckptfs-fetch") as pool:
-        going = [pool.submit(_one, storage, item, target) for item in small]
+        futures = [pool.submit(_one, storage, item, target) for item in small]
         try:
             for item in large:
                 _one(storage, item, target)
-            for done in going:
+            for done in futures:
                 done.result()
         finally:
-            for done in going:
+            for done in futures:
                 done.cancel()
 
 

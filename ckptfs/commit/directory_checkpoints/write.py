@@ -122,8 +122,8 @@ class PlainNames:
 
     def __init__(self, attempt: Target) -> None:
         self._attempt = attempt
-        self._mine = NameClaim(attempt.keys, attempt.base, attempt.session.caps)
-        self._seen = Known()
+        self._claim = NameClaim(attempt.keys, attempt.base, attempt.session.caps)
+        self._known_log = Known()
 
     def check(self) -> None:
         """Check that the name still belongs to this attempt.
@@ -132,15 +132,15 @@ class PlainNames:
             FencedError: A newer owner took the run.
             CommitConflictError: Another save took the name.
         """
-        self._seen.learn(drive(still_free(self._mine, self._known()), self._attempt.storage))
+        self._known_log.learn(drive(still_free(self._claim, self._known()), self._attempt.storage))
 
     def put(self, key: str, data: bytes) -> None:
         """Write one small file, conditionally if the store can."""
-        program = put_plain(self._mine, self._known(), key, data)
-        self._seen.learn(drive(program, self._attempt.storage))
+        program = put_plain(self._claim, self._known(), key, data)
+        self._known_log.learn(drive(program, self._attempt.storage))
 
     def _known(self) -> LogState | None:
-        return self._seen.state if self._mine.caps.exclusive_create else None
+        return self._known_log.state if self._claim.caps.exclusive_create else None
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error: another file has that
@@ -203,16 +203,16 @@ class Sender:
                 raise
 
         with Threads(at_once, "ckptfs-upload") as pool:
-            going = {name: pool.submit(send, name) for name in names}
+            futures = {name: pool.submit(send, name) for name in names}
             try:
-                wait(going.values())
+                wait(futures.values())
             except BaseException:
                 # Ctrl-C: no thread may continue to write below a name that is being cleaned up.
                 self._stopped.set()
                 raise
         if failures:
             raise failures[0]
-        return {name: done.result() for name, done in going.items()}
+        return {name: done.result() for name, done in futures.items()}
 
     def _send(self, name: str, size_hint_bytes: int) -> FileRecord:
         storage, key, guard = self._attempt.storage, self._key(name), self._guard
@@ -220,8 +220,8 @@ class Sender:
             raise _Stopped
         storage.make_dir(key.rpartition("/")[0])
         if size_hint_bytes <= BATCHED_BYTES and guard is not None:
-            with WatchedFile(os.path.join(self._path, name)) as whole:
-                data = whole.read()
+            with WatchedFile(os.path.join(self._path, name)) as source:
+                data = source.read()
             guard.put(key, data)
             digest = xxhash.xxh3_128_hexdigest(data)
             return FileRecord(name, len(data), self._domain, None, digest)
@@ -541,7 +541,7 @@ class _Mounted:
         self._attempt = attempt
         self._skip = os.path.join(path, attempt.save_id)
         self._here: tuple[str, ...] = ()
-        self._mine: frozenset[str] = frozenset()
+        self._share: frozenset[str] = frozenset()
 
     def share_out(self) -> None:
         """Divide the files among the ranks of each domain that see them.
@@ -562,18 +562,18 @@ class _Mounted:
             return _shares(session, listed)
 
         shares = session.control.step("files", tell, decide)
-        self._mine = frozenset(shares.get(session.control.rank, ()))
+        self._share = frozenset(shares.get(session.control.rank, ()))
 
     def write(self) -> WrittenPart:
         """Sync all files that this node may hold dirty, and digest this rank's share of them."""
         started = time.perf_counter()
         session = self._attempt.session
         records, size = [], 0
-        for name in sorted(self._mine.union(self._here)):
-            mine = name in self._mine
+        for name in sorted(self._share.union(self._here)):
+            is_in_share = name in self._share
             with WatchedFile(os.path.join(self.path, name)) as file:
                 file.sync()
-                if mine:
+                if is_in_share:
                     digest, length = _digest(file)
                     size += length
                     records.append(
@@ -606,12 +606,12 @@ def _shares(session: RunSession, listed: list[tuple[str, ...] | None]) -> dict[i
     nodes = [world.node for world in session.control.worlds]
     shares: dict[int, list[str]] = {}
     for domain in session.placement.domains:
-        seen: dict[str, set[str]] = {}
+        listing_nodes: dict[str, set[str]] = {}
         for rank in domain.ranks:
             for name in listed[rank] or ():
-                seen.setdefault(name, set()).add(nodes[rank])
-        for at, name in enumerate(sorted(seen)):
-            able = [rank for rank in domain.ranks if nodes[rank] in seen[name]]
+                listing_nodes.setdefault(name, set()).add(nodes[rank])
+        for at, name in enumerate(sorted(listing_nodes)):
+            able = [rank for rank in domain.ranks if nodes[rank] in listing_nodes[name]]
             shares.setdefault(able[at % len(able)], []).append(name)
     return shares
 
@@ -630,10 +630,10 @@ class _Uploaded:
 
     def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
         """Check that no two ranks wrote different files under one name."""
-        seen: dict[str, tuple[int, str | None]] = {}
+        written: dict[str, tuple[int, str | None]] = {}
         for rank, part in enumerate(parts):
             for record in part.files:
-                first, digest = seen.setdefault(record.path, (rank, record.digest))
+                first, digest = written.setdefault(record.path, (rank, record.digest))
                 if digest != record.digest:
                     raise StateError(
                         f"ranks {first} and {rank} wrote different files {record.path!r}",

@@ -215,19 +215,19 @@ _SNAPSHOT = Schema(_SnapshotState)
 
 def _state_from(number: int, raw: Mapping[str, Any]) -> LogState:
     """Return the state that a snapshot's fields contain. SchemaError if they are no state."""
-    told = _SNAPSHOT.convert(raw)
+    snapshot = _SNAPSHOT.convert(raw)
     fields = {*SaveState.__dataclass_fields__}
     # A newer version's snapshot has more than is read here, so this version must not write another from it.
     newer = not _SNAPSHOT_FIELDS.issuperset(raw) or any(
-        not fields.issuperset(save) for save in told.saves
+        not fields.issuperset(save) for save in snapshot.saves
     )
     return LogState(
         next=number + 1,
-        fence=told.fence,
-        fence_at=told.fence_at,
-        released=told.released,
-        overwrites=tuple(Overwrite(generation, at) for generation, at in told.overwrites),
+        fence=snapshot.fence,
+        fence_at=snapshot.fence_at,
+        released=snapshot.released,
+        overwrites=tuple(Overwrite(generation, at) for generation, at in snapshot.overwrites),
         foreign=newer,
         snapshot_at=number,
-        saves=Saves.read(told.saves),
+        saves=Saves.read(snapshot.saves),
     )

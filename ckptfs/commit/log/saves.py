@@ -171,11 +171,11 @@ class Layers(Generic[V]):
 
     def __iter__(self) -> Iterator[str]:
         """Yield every key once, the oldest first."""
-        seen: set[str] = set()
+        yielded: set[str] = set()
         for layer in self._layers:
-            yield from (key for key in layer if key not in seen)
+            yield from (key for key in layer if key not in yielded)
             if len(self._layers) > 1:
-                seen.update(layer)
+                yielded.update(layer)
 
 
 class _Record(NamedTuple):
@@ -283,9 +283,9 @@ class Saves(Mapping[str, SaveState]):
         # Without its whole, a part of a save that was given up would be in doubt: see _may_settle.
         wholes = (save.part.of for save in self.living.values() if save.part is not None)
         wanted = dict.fromkeys([*ids, *wholes])
-        asked = {save_id: save for save_id in wanted if (save := self.settled.get(save_id))}
-        kept = Settled(bases=self.settled.bases, highest=self.settled.highest)
-        return Saves({**asked, **self.living}, kept, self.waiting)
+        requested = {save_id: save for save_id in wanted if (save := self.settled.get(save_id))}
+        sums = Settled(bases=self.settled.bases, highest=self.settled.highest)
+        return Saves({**requested, **self.living}, sums, self.waiting)
 
     def mapped(self, change: Callable[[SaveState], SaveState]) -> Saves:
         """Return the same saves, with equal values from ``change`` in place of the living ones."""
@@ -306,7 +306,7 @@ class Saves(Mapping[str, SaveState]):
         parts.
         """
         texts, parts = self.settled.texts, self.settled.parts
-        first, rest = list[EncodedSave | dict[str, Any]](), list[_Record]()
+        first, by_seal = list[EncodedSave | dict[str, Any]](), list[_Record]()
         for save_id in texts:
             text = texts.get(save_id)
             if text is None or save_id in self.living:
@@ -315,13 +315,13 @@ class Saves(Mapping[str, SaveState]):
             if sealed_at is None:
                 first.append(text)
             else:
-                rest.append(_Record(sealed_at, text))
+                by_seal.append(_Record(sealed_at, text))
         before = NOT_SEALED
         for save in self.living.values():
             # The living ones keep their order: that of the first entry of each.
             before = before if save.sealed_at is None else max(before, save.sealed_at)
-            rest.append(_Record(before, save_fields(save)))
-        return [*first, *(one.record for one in sorted(rest, key=lambda one: one.sealed_at))]
+            by_seal.append(_Record(before, save_fields(save)))
+        return [*first, *(one.record for one in sorted(by_seal, key=lambda one: one.sealed_at))]
 
     def names(self) -> set[str]:
         """Return the names of all saves that were ever sealed here."""
@@ -464,9 +464,9 @@ class Draft:
             self._waiting[save.save_id] = None
         else:
             self._waiting.pop(save.save_id, None)
-        whole = save if save.part is None else self.get(save.part.of)
-        if whole.deleted and whole.gone:
-            self._erased.add(whole.save_id)
+        checkpoint = save if save.part is None else self.get(save.part.of)
+        if checkpoint.deleted and checkpoint.gone:
+            self._erased.add(checkpoint.save_id)
 
     def put_record(self, raw: Mapping[str, Any]) -> None:
         """Put one save of a snapshot. SchemaError if it is none."""
@@ -517,9 +517,9 @@ class Draft:
         def stays(one: _Ended) -> bool:
             if one.rank is None:
                 return bool(one.name)
-            kept = older.get(one.name)
-            below = kept is not None and (
-                kept.rank < one.rank or kept.sealed_at < one.rank.sealed_at
+            oldest = older.get(one.name)
+            below = oldest is not None and (
+                oldest.rank < one.rank or oldest.sealed_at < one.rank.sealed_at
             )
             return below or one.save_id in last
 

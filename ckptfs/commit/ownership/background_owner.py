@@ -26,8 +26,8 @@ logger = logging.getLogger("ckptfs.commit")
 
 Chore = Callable[[], object]
 
-_FIRST_REST_S = 60.0
-_LONGEST_REST_S = 3600.0
+_FIRST_PAUSE_S = 60.0
+_LONGEST_PAUSE_S = 3600.0
 
 
 class Background:
@@ -38,8 +38,8 @@ class Background:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._rest_s = 0.0
-        self._rest_until = 0.0
+        self._pause_s = 0.0
+        self._paused_until = 0.0
         self._chores: queue.SimpleQueue[tuple[str, Chore] | threading.Event | None] = (
             queue.SimpleQueue()
         )
@@ -58,7 +58,7 @@ class Background:
             if self._closed:
                 logger.info("%s is left to the next owner of the run", what)
                 return
-            if self._clock() < self._rest_until:
+            if self._clock() < self._paused_until:
                 logger.debug("%s waits: the last chore was refused", what)
                 return
             self._chores.put((what, chore))
@@ -117,7 +117,7 @@ class Background:
                 # A bug in a chore must not end the thread: the next one would never be done.
                 logger.exception("%s failed; it is tried again later", what)
             else:
-                self._rest_s = 0.0
+                self._pause_s = 0.0
             # An idle thread keeps nothing alive, in particular not the run that a chore was for.
             del task, what, chore
 
@@ -126,7 +126,7 @@ class Background:
 
         This is reported once. Each pause is longer than the one before.
         """
-        level = logging.INFO if self._rest_s else logging.WARNING
-        self._rest_s = min(max(_FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
-        self._rest_until = self._clock() + self._rest_s
+        level = logging.INFO if self._pause_s else logging.WARNING
+        self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+        self._paused_until = self._clock() + self._pause_s
         logger.log(level, "%s failed; it is tried again later: %s", what, error)

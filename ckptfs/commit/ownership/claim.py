@@ -184,7 +184,7 @@ class _Claimant:
     ) -> None:
         self._keep = frozenset(keep)
         self._session, self._mode, self._takeover, self._times = session, mode, takeover, times
-        self._spared = session.spared if defer_deletes else None
+        self._deferred_deletes = session.spared if defer_deletes else None
         self._owner = session.placement.is_owner
         self._domain = session.placement.mine.id
         self._ids = fresh_ids()
@@ -330,32 +330,32 @@ class _Claimant:
         )
 
     def _busy(self, fence: Fence, last: Seal | None, *, waited: bool) -> RunBusyError:
-        told = "nothing committed yet" if last is None else f"last commit {last.name}"
+        last_commit = "nothing committed yet" if last is None else f"last commit {last.name}"
         root, own = self._session.storage.root, self._own(fence)
         if own is not None:
             return RunBusyError(
                 f"the run is held by this process (pid {fence.pid}) since {own.since}, "
-                f"by {own.call}, {told}",
+                f"by {own.call}, {last_commit}",
                 uri=root,
                 hint="close that one, or drop every reference to it, or use it",
             )
         if waited:
             return RunBusyError(
                 f"the run was held by other calls for {self.caller.wait_s:g} s, now by "
-                f"{describe(fence)}, {told}",
+                f"{describe(fence)}, {last_commit}",
                 uri=root,
                 hint="only one call at a time can replace checkpoints in a run: try again, or "
                 "pass a longer timeout_s",
             )
         if self._waits:
             return RunBusyError(
-                f"the run is held by {describe(fence)} for more than one call, {told}",
+                f"the run is held by {describe(fence)} for more than one call, {last_commit}",
                 uri=root,
                 hint="save through its holder (a manager, or run=), choose a new name, or wait "
                 "until it ends",
             )
         return RunBusyError(
-            f"the run is held by {describe(fence)}, {told}",
+            f"the run is held by {describe(fence)}, {last_commit}",
             uri=root,
             hint='wait until it ends, give this job another run, or pass takeover="force"',
         )
@@ -419,14 +419,14 @@ class _Claimant:
         session = self._session
         caps = session.caps
 
-        mine: list[LogState] = []
+        own_states: list[LogState] = []
 
         def local(ids: Collection[str]) -> Report | None:
             if not self._owner:
                 return None
             found = drive(report(self._domain, generation, caps, self._known), session.storage)
             session.known.learn(found.state)
-            mine[:] = [found.state]
+            own_states[:] = [found.state]
             # An aborted attempt in this domain may have lost its record: then only the log knows it.
             here = {attempt.save_id for attempt in found.attempts}
             return replace(found, state=found.state.to_send({*ids, *here}))
@@ -457,13 +457,13 @@ class _Claimant:
         def carry_out() -> None:
             if plan is not None:
                 program = settle(
-                    replace(plan, views={**plan.views, self._domain: mine[0]}),
+                    replace(plan, views={**plan.views, self._domain: own_states[0]}),
                     self._domain,
                     generation,
                     caps,
                     ids=self._ids,
                     stamp=self._stamp,
-                    left_to_caller=self._spared,
+                    left_to_caller=self._deferred_deletes,
                 )
                 try:
                     session.known.learn(drive(program, session.storage))
@@ -491,8 +491,8 @@ class _Claimant:
         The existence of an entry does not show that it is this fence, so its content is compared.
         """
         session = self._session
-        mine = (self._domain, self._fenced.number) if self._fenced is not None else None
-        numbers = session.control.step("numbers", lambda: mine, _by_domain)
+        own_fence = (self._domain, self._fenced.number) if self._fenced is not None else None
+        numbers = session.control.step("numbers", lambda: own_fence, _by_domain)
 
         def read() -> None:
             key = log_key(numbers[self._domain])

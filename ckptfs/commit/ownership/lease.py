@@ -209,13 +209,13 @@ class Watch:
     ) -> None:
         self._storage, self._times = storage, times
         self._clock, self._wait = clock, wait
-        self._seen: bytes | None = None
+        self._last_read: bytes | None = None
         self._until = clock() + times.still_s
 
     @property
     def is_of_call(self) -> bool:
         """Whether the run is held for one call, according to the lease that was read last."""
-        return (self._seen or b"").rstrip().endswith(_OF_CALL.encode())
+        return (self._last_read or b"").rstrip().endswith(_OF_CALL.encode())
 
     def look(self, for_s: float = math.inf) -> Pulse:
         """Watch the lease for up to ``for_s`` seconds.
@@ -237,8 +237,8 @@ class Watch:
                     raise
                 logger.debug("the lease cannot be read now: %s", error)
             else:
-                if now != self._seen:
-                    moved, self._seen = self._seen is not None, now
+                if now != self._last_read:
+                    moved, self._last_read = self._last_read is not None, now
                     self._until = self._clock() + self._times.still_s
                     if moved:
                         return Pulse.MOVES

@@ -109,18 +109,18 @@ def read_record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
     """
     key = AttemptKeys(caps.shape, "?", save_id).record
     try:
-        told = decode_record((yield Read(key)))
+        stored = decode_record((yield Read(key)))
     except (NotFoundError, ValueError):  # ManifestError and SchemaError among them
         return AttemptRecord(save_id, "", None)
-    name, of = told.name, told.of
-    base = told.part_base if of else told.base
+    name, of = stored.name, stored.of
+    base = stored.part_base if of else stored.base
     if base is None:
         return AttemptRecord(save_id, "", None)
     if not is_checkpoint_name(name, is_part=bool(of)):
         # Recovery moves everything below the name to the trash, so it must be a checkpoint's name.
         logger.warning("%s names %r, which is not a checkpoint: ignored", key, name[:200])
         return AttemptRecord(save_id, "", None)
-    return AttemptRecord(save_id, name, base, of, told.home)
+    return AttemptRecord(save_id, name, base, of, stored.home)
 
 
 def settle(
@@ -193,7 +193,7 @@ def settle_plan(
     dead: list[AttemptRecord] = []
     for record in plan.abort:
         outcome = yield from append(
-            lambda seen, r=record: may_abort(seen, r.save_id, holder),  # type: ignore[misc]
+            lambda current, r=record: may_abort(current, r.save_id, holder),  # type: ignore[misc]
             write_id=next(ids),
             stamp=stamp,
             state=state,
@@ -205,7 +205,7 @@ def settle_plan(
         if domain not in _recorded_in(save_id, plan):
             continue
         decided = yield from append(
-            lambda seen, s=save_id, w=what: _may_record(seen, s, w, holder),  # type: ignore[misc]
+            lambda current, s=save_id, w=what: _may_record(current, s, w, holder),  # type: ignore[misc]
             write_id=next(ids),
             stamp=stamp,
             state=state,
@@ -213,14 +213,14 @@ def settle_plan(
         state = decided.state
         _stop_if_fenced(decided, domain)
     for seal in plan.publish:
-        told = yield from publish(seal, domain, state, holder, ids=ids, stamp=stamp)
-        state = told.state
-        _stop_if_fenced(told, domain)
+        published = yield from publish(seal, domain, state, holder, ids=ids, stamp=stamp)
+        state = published.state
+        _stop_if_fenced(published, domain)
     # Before any of their bytes is removed: after the entry, no process publishes them here.
-    seen = {**plan.views, domain: state}
-    noted = yield from note_deletes(seen, means, holder)
+    known_views = {**plan.views, domain: state}
+    noted = yield from note_deletes(known_views, means, holder)
     _stop_if_fenced(noted, domain)
-    views: Mapping[str, LogState] = {**seen, domain: noted.state}
+    views: Mapping[str, LogState] = {**known_views, domain: noted.state}
     for record in (*dead, *plan.released):
         # Bytes go only after the abort (or the record of it) was folded back as effective.
         if is_released(record.save_id, record.of, views, domain):
@@ -374,13 +374,15 @@ def note_deletes(
     """
     state = views[means.domain]
     outcome: Appended | Refused[Refusal] = Refused(Refusal.NOTHING, state)
-    for whole in promised_here(state):
-        known = outcome.state.save(whole)
+    for save_id in promised_here(state):
+        known = outcome.state.save(save_id)
         if known.seal is not None or known.deleted:
             continue
-        if standing(whole, views) is not Standing.DELETED:
+        if standing(save_id, views) is not Standing.DELETED:
             continue
-        outcome = yield from enter_delete(whole, means, by, outcome.state, reason="deleted at home")
+        outcome = yield from enter_delete(
+            save_id, means, by, outcome.state, reason="deleted at home"
+        )
         if isinstance(outcome, Refused) and outcome.reason is Refusal.FENCED:
             return outcome
     return outcome

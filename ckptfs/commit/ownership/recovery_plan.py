@@ -190,8 +190,8 @@ def plan_recovery(
                 if known.of and known.home in views:
                     # Only its home releases a sealed part. If the home is reached, it will never commit
                     # the whole, because our fence is in its log.
-                    whole = AttemptRecord(known.of, split_name(known.name)[0], known.base)
-                    abort.setdefault(known.of, whole)
+                    checkpoint = AttemptRecord(known.of, split_name(known.name)[0], known.base)
+                    abort.setdefault(known.of, checkpoint)
             case Standing.COMMITTED:
                 if seal is not None and _unrecorded(save_id, seal, views):
                     decided.append((save_id, Outcome.COMMITTED))

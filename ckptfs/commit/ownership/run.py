@@ -179,8 +179,8 @@ class Run:
     ) -> None:
         if exc_type is not None and self.aside is not None and os.getpid() == self._pid:
             # A hanging storage must not hide the exception that is being raised.
-            aside, self.aside = self.aside, None
-            aside.leave()
+            worker, self.aside = self.aside, None
+            worker.leave()
         self.release()
 
 
@@ -332,10 +332,10 @@ def wait_until_left(root: Uri, timeout_s: float, *, patient: bool) -> None:
     These are runs without any reference, and runs that were claimed by a save that was given up.
     patient: Look for such runs more than once.
     """
-    mine = [one for one in _OWNED.all() if one.session.storage.root == root]
-    leaving = {one for one in mine if one.is_leaving or one.caller.given_up()}
+    owned = [one for one in _OWNED.all() if one.session.storage.root == root]
+    leaving = {one for one in owned if one.is_leaving or one.caller.given_up()}
     for pause_s in _COLLECT_AGAIN_S if patient else (0.0,):
-        staying = [one for one in mine if one not in leaving]
+        staying = [one for one in owned if one not in leaving]
         if not staying:
             break
         staying[0].left.wait(pause_s)
@@ -343,7 +343,7 @@ def wait_until_left(root: Uri, timeout_s: float, *, patient: bool) -> None:
         # threads that has just ended a save or a copy may refer to it for a moment longer: so this
         # looks more than once.
         gc.collect()
-        leaving |= {one for one in mine if one.is_leaving}
+        leaving |= {one for one in owned if one.is_leaving}
     until = time.monotonic() + timeout_s
     for one in leaving:
         if not one.left.wait(max(0.0, until - time.monotonic())):

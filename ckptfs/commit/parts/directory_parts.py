@@ -154,16 +154,16 @@ def _attempt(session: RunSession, part: TicketPart) -> PartAttempt:
 
 def _alike(parts: list[WrittenPart]) -> Mapping[str, bytes]:
     """Check that something was written, and no name by two ranks with different bytes."""
-    seen: dict[tuple[str | None, str], tuple[int, str | None]] = {}
+    written: dict[tuple[str | None, str], tuple[int, str | None]] = {}
     for rank, part in enumerate(parts):
         for record in part.files:
             key = (record.domain, record.path)
-            first, digest = seen.setdefault(key, (rank, record.digest))
+            first, digest = written.setdefault(key, (rank, record.digest))
             if digest != record.digest:
                 raise StateError(
                     f"ranks {first} and {rank} wrote different files {record.path!r}",
                     hint="put the rank into the file's name",
                 )
-    if not seen:
+    if not written:
         raise IncompleteCheckpointError("no rank wrote a file")
     return {}

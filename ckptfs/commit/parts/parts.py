@@ -122,8 +122,8 @@ def _older(word: HomeWord, here: LogState) -> Iterator[str]:
         if any(p.home == word.home and p.base < word.generation for p in parts):
             yield save_id
     for seal in (save.seal for save in here.saves.living.values()):
-        told = seal is not None and seal.parts and seal.domains == (word.home,)
-        if seal is not None and told and seal.base < word.generation:
+        is_of_home = seal is not None and seal.parts and seal.domains == (word.home,)
+        if seal is not None and is_of_home and seal.base < word.generation:
             yield seal.save_id
 
 
@@ -146,13 +146,13 @@ def apply_word(
         _refuse_other(word, domain, state)
         return state
     if state.generation < word.generation:
-        told = yield from append(
+        fenced = yield from append(
             lambda current: may_fence(current, word.fence),
             write_id=next(ids),
             stamp=stamp,
             state=state,
         )
-        state = told.state
+        state = fenced.state
     _refuse_other(word, domain, state)
     found = yield from report(domain, word.generation, caps, state)
     reports = {
@@ -170,19 +170,19 @@ def apply_everywhere(session: RunSession, word: HomeWord) -> LogState | None:
 
     Returns the owner's fold, and None on other ranks. Errors as for ``apply_word``.
     """
-    mine, stamp = session.placement.mine.id, session.stamp()
+    domain, stamp = session.placement.mine.id, session.stamp()
     after: list[LogState] = []
 
     def here() -> FencedError | None:
         if not session.placement.is_owner:
             return None
-        program = apply_word(word, mine, session.caps, ids=fresh_ids(), stamp=stamp)
+        program = apply_word(word, domain, session.caps, ids=fresh_ids(), stamp=stamp)
         try:
             after.append(drive(program, session.storage))
         except FencedError as error:
             error.uri = str(session.storage.root)
             return error  # a value, so that it is raised as its type on all ranks
-        if mine != word.home:
+        if domain != word.home:
             session.touch_log_later()
         return None
 
@@ -197,20 +197,20 @@ def _raise_first(errors: Sequence[FencedError | None]) -> None:
 
 
 def _refuse_other(word: HomeWord, domain: str, state: LogState) -> None:
-    fence, mine = state.fence, word.generation
+    fence, claimed = state.fence, word.generation
     who = f"generation {fence.generation.number} ({fence.host} pid {fence.pid})"
-    if fence.generation > mine and domain == word.home:
+    if fence.generation > claimed and domain == word.home:
         raise FencedError(
             f"the run was taken over by {who}",
             hint="this ticket is no longer valid: begin another one under the new owner",
         )
-    if fence.generation > mine:
+    if fence.generation > claimed:
         raise FencedError(
-            f"the ticket's generation {mine.number} is older than what this disk knows, {who}",
+            f"the ticket's generation {claimed.number} is older than what this disk knows, {who}",
             hint="begin a ticket under the newer owner; if the home of the run is new, claim the "
             "run once from processes on all of its disks",
         )
-    if fence.generation < mine:
+    if fence.generation < claimed:
         raise FencedError(
             "the claimed run is gone: its log was removed or replaced",
             hint="stop, check what is left of the run, and claim it again with prepare_run()",
@@ -257,7 +257,7 @@ class PartAttempt(Attempt):
 
     def __init__(self, session: RunSession, plan: PartPlan, spec: SaveSpec) -> None:
         super().__init__(session, spec)
-        self._whose = plan
+        self._part_plan = plan
         self._digest = ""
 
     @property
@@ -266,39 +266,39 @@ class PartAttempt(Attempt):
         placement, worlds = self.session.placement, self.session.control.worlds
         hosts = tuple(_hosts(worlds, domain.ranks) for domain in placement.domains)
         planned = self._planned
-        return PartRef(self._whose.part, planned.save_id, self._digest, planned.domains, hosts)
+        return PartRef(self._part_plan.part, planned.save_id, self._digest, planned.domains, hosts)
 
     def begin(self) -> None:
         """Begin after every domain has applied the ticket's word. Collective.
 
         See ``Attempt.begin``.
         """
-        self._state = apply_everywhere(self.session, self._whose.word)
+        self._state = apply_everywhere(self.session, self._part_plan.word)
         super().begin()
 
     def _survey(self, ids: Collection[str] = ()) -> View | None:
         # The outcome of the whole is looked up by its id.
-        known = None if self._state is None else self._state.to_send((*ids, self._whose.of))
+        known = None if self._state is None else self._state.to_send((*ids, self._part_plan.of))
         return None if known is None else (self._means.domain, known)
 
     def _decide(self, answers: Sequence[View | None]) -> SavePlan:
-        where = self.storage.uri(part_name(self._whose.name, self._whose.part))
+        where = self.storage.uri(part_name(self._part_plan.name, self._part_plan.part))
         for state in (a[1] for a in answers if a is not None):
-            whole = state.save(self._whose.of)
-            if whole.seal is not None or whole.deleted or whole.aborted:
-                raise _too_late(self._whose, where, committed=whole.seal is not None)
+            checkpoint = state.save(self._part_plan.of)
+            if checkpoint.seal is not None or checkpoint.deleted or checkpoint.aborted:
+                raise _too_late(self._part_plan, where, committed=checkpoint.seal is not None)
         fresh = fresh_save_id()
         domains = tuple(d.id for d in self.session.placement.domains)
-        return SavePlan(fresh, self._whose.word.generation, 0, domains)
+        return SavePlan(fresh, self._part_plan.word.generation, 0, domains)
 
     def _begin(self) -> tuple[str, ...]:
         if self._owner:
-            whole, home = self._whose.of, self._whose.word.home
-            drive(begin(self._named, self._planned.base, of=whole, home=home), self.storage)
+            checkpoint_id, home = self._part_plan.of, self._part_plan.word.home
+            drive(begin(self._named, self._planned.base, of=checkpoint_id, home=home), self.storage)
         return ()
 
     def _append_seal(self, seal: Seal) -> LogState | None:
-        what, word = self._whose, self._whose.word
+        what, word = self._part_plan, self._part_plan.word
         self._digest = seal.digest
         part = Part(
             save_id=seal.save_id,

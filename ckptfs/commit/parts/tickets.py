@@ -140,7 +140,7 @@ class HomeSide:
         return word
 
     def commit(
-        self, sealed: Sealed, metrics: Mapping[str, float], beside: str | None = None
+        self, sealed: Sealed, metrics: Mapping[str, float], extra_dir: str | None = None
     ) -> tuple[Seal, HomeWord]:
         """Commit the parts that the ranks received. Collective. Errors as for Ticket.commit.
 
@@ -149,7 +149,7 @@ class HomeSide:
 
         def decide(answers: Sequence[Sealed]) -> tuple[Seal, HomeWord]:
             refs = self._one_of_each([part for parts in answers for part in parts])
-            return self._decide(refs, metrics, beside)
+            return self._decide(refs, metrics, extra_dir)
 
         session = self._run.session
         seal, word = session.control.step("commit parts", lambda: tuple(sealed), decide)
@@ -180,10 +180,10 @@ class HomeSide:
         session.known.learn(state)
         if state.generation != generation:
             raise self._fenced(state.fence)
-        taken = save_named(self._name, {self._home.id: state})
-        if taken is not None and not self._replace:
+        existing = save_named(self._name, {self._home.id: state})
+        if existing is not None and not self._replace:
             raise CommitConflictError(
-                f"{self._name} is committed already (save {taken.save_id})",
+                f"{self._name} is committed already (save {existing.save_id})",
                 uri=self._where,
                 hint='choose another name, or if_exists="replace"',
             )
@@ -223,14 +223,14 @@ class HomeSide:
         return refs
 
     def _decide(
-        self, refs: Mapping[str, PartRef], metrics: Mapping[str, float], beside: str | None
+        self, refs: Mapping[str, PartRef], metrics: Mapping[str, float], extra_dir: str | None
     ) -> tuple[Seal, HomeWord]:
         state = drive(catch_up(self._known), self._run.session.storage)
         seal = state.save(self.save_id).seal
         if seal is None and state.generation > self._run.generation:
             raise self._fenced(state.fence)
         if seal is None:
-            seal = self._tried or self._seal_of(refs, metrics, beside)
+            seal = self._tried or self._seal_of(refs, metrics, extra_dir)
             self._tried = seal
             state = self._append(seal, state)
             seal = state.save(self.save_id).seal or seal  # the effective one
@@ -238,7 +238,7 @@ class HomeSide:
         return seal, read_home(self._home.id, self._host, state)
 
     def _seal_of(
-        self, refs: Mapping[str, PartRef], metrics: Mapping[str, float], beside: str | None
+        self, refs: Mapping[str, PartRef], metrics: Mapping[str, float], extra_dir: str | None
     ) -> Seal:
         """Store the manifest of the whole and the files next to the parts; return the seal.
 
@@ -246,7 +246,7 @@ class HomeSide:
         """
         parts = tuple(refs[name] for name in self._parts)
         base = self._run.generation
-        files = () if beside is None else self._send(beside)
+        files = () if extra_dir is None else self._send(extra_dir)
         manifest = Manifest(
             save_id=self.save_id,
             name=self._name,
@@ -334,7 +334,7 @@ class HomeSide:
         )
         pending_deletes = to_clear({self._home.id: state}, self._home.id, session.spared)
         # Plain names may belong to a later owner by the time that a chore removes them.
-        aside = background is not None and not any(
+        in_background = background is not None and not any(
             one.seal.artifact is Kind.DIRECTORY for one in pending_deletes
         )
         at_once = is_for_call(holder)
@@ -343,7 +343,7 @@ class HomeSide:
                 seal,
                 self._means,
                 state,
-                holder=None if aside else holder,
+                holder=None if in_background else holder,
                 spare=session.spared,
                 at_once=at_once,
             )
@@ -354,7 +354,7 @@ class HomeSide:
             return state
         finally:
             session.touch_log_later()  # sealed, even if the projection failed
-        if background is not None and aside:
+        if background is not None and in_background:
             # Deletes take requests on an object store, and the caller does not need to wait for
             # them.
             own = frozenset({seal.save_id} if at_once else ())

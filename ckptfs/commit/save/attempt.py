@@ -104,11 +104,11 @@ class _Begun:
 
     Attributes:
         others: Other attempts of the same name.
-        is_taken: Nothing was made, because there is something under the name.
+        is_occupied: Nothing was made, because there is something under the name.
     """
 
     others: tuple[str, ...] = ()
-    is_taken: bool = False
+    is_occupied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +389,7 @@ class Attempt:
         try:
             if self._look_for_foreign() and self._claims_if_name_exists:
                 self._began = False  # nothing was made, because the run must be claimed first
-                return _Begun(is_taken=True)
+                return _Begun(is_occupied=True)
             return _Begun(self._begin())
         except (SymlinkError, CommitConflictError) as error:
             self._began = False  # nothing was made, so there is nothing to abort
@@ -450,7 +450,7 @@ class Attempt:
                 hint="files with plain names never overwrite; call prepare_run() to clean up "
                 "after a save that died",
             )
-        return any(one.is_taken for one in begun)
+        return any(one.is_occupied for one in begun)
 
     def _confirm(self) -> None:
         """Read the attempt's record through this node's own path, in one process per node.
@@ -510,15 +510,15 @@ class Attempt:
                 prepare_run settles it.
         """
         control = self.session.control
-        kept: dict[str, SmallFile] = {}
+        small: dict[str, SmallFile] = {}
         here = self.storage.uri(self.spec.name)
         fenced = fenced_rather_than_missing(self.session, self._planned.base, self.spec.name)
         with naming(here), fenced:
-            gathered, theirs = control.step(
-                "write", write, lambda parts: self._apart(self._gather(parts, finish, kept))
+            gathered, received = control.step(
+                "write", write, lambda parts: self._apart(self._gather(parts, finish, small))
             )
             started = time.perf_counter()
-            files = kept or theirs or {}
+            files = small or received or {}
             control.step("prepare", lambda: self._prepare(files))
         seal = seal_of_plan(self._planned, self.spec, gathered.digest, gathered.origins)
         self._seal_tried = True
@@ -608,9 +608,9 @@ class Attempt:
     def _prepare(self, files: Mapping[str, SmallFile]) -> None:
         if self._owner:
             here = self._means.domain
-            mine = {n: f if isinstance(f, bytes) else f[here] for n, f in files.items()}
-            drive(prepare(self._named, mine), self.storage)
-            self._small |= mine
+            own_files = {n: f if isinstance(f, bytes) else f[here] for n, f in files.items()}
+            drive(prepare(self._named, own_files), self.storage)
+            self._small |= own_files
 
     # -- after the commit ---------------------------------------------------------------
 
@@ -644,9 +644,9 @@ class Attempt:
         try:
             # This domain knows only what its own log records about other saves: an earlier save
             # that is sealed here but not elsewhere must not be projected.
-            aside = background is not None and not self._clears_plain_names()
-            now = None if aside else holder
-            behind = holder is not None and aside
+            in_background = background is not None and not self._clears_plain_names()
+            now = None if in_background else holder
+            behind = holder is not None and in_background
             in_hand = InHand(
                 self._small, self._looks_at_once and self._stood is None, leaves_record=behind
             )
@@ -666,7 +666,7 @@ class Attempt:
             return _Finished(str(error), self._replaced_bytes(seal, at_once=at_once))
         finally:
             self.session.touch_log_later()  # sealed, even if the projection failed
-        if holder is not None and background is not None and aside:
+        if holder is not None and background is not None and in_background:
             # Deletes take requests on an object store, and the caller does not need to wait for
             # them.
             own = frozenset({seal.save_id} if at_once else ())
@@ -691,11 +691,17 @@ class Attempt:
         if not self._planned.replaces or self._state is None:
             return 0
         here, own = self._means.domain, frozenset({seal.save_id} if at_once else ())
-        going = {other.seal.save_id for other in to_clear({here: self._state}, here, at_once=own)}
+        deleting = {
+            other.seal.save_id for other in to_clear({here: self._state}, here, at_once=own)
+        }
         total = 0
         for save in self._state.saves.living.values():
             other = save.seal
-            if other is None or other.name != seal.name or other.save_id in {seal.save_id, *going}:
+            if (
+                other is None
+                or other.name != seal.name
+                or other.save_id in {seal.save_id, *deleting}
+            ):
                 continue
             if save.gone or save.aborted or here not in other.everywhere:
                 continue
@@ -719,8 +725,10 @@ class Attempt:
         are removed before this save returns.
         """
         here = self._means.domain
-        spared = self.session.spared
-        pending_deletes = () if self._state is None else to_clear({here: self._state}, here, spared)
+        deferred = self.session.spared
+        pending_deletes = (
+            () if self._state is None else to_clear({here: self._state}, here, deferred)
+        )
         return any(one.seal.artifact is Kind.DIRECTORY for one in pending_deletes)
 
     @_logged

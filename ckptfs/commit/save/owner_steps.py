@@ -214,13 +214,13 @@ def clear(
     Returns:
         How many saves were deleted, or the refusal.
     """
-    seen = {means.domain: (yield from catch_up(state))}
+    views = {means.domain: (yield from catch_up(state))}
     done, failures = 0, []
-    for one in to_clear(seen, means.domain, spare, at_once):
+    for one in to_clear(views, means.domain, spare, at_once):
         try:
             gone = yield from delete_save(
                 one.seal,
-                seen,
+                views,
                 means,
                 holder,
                 reason=one.reason,
@@ -233,7 +233,7 @@ def clear(
             # A save that cannot be deleted now (because of a lock, say) must not stop the others.
             failures.append(error)
             continue
-        seen = {means.domain: gone.state}
+        views = {means.domain: gone.state}
         if isinstance(gone, Refused):
             if gone.reason is Refusal.FENCED:
                 return gone
@@ -241,7 +241,7 @@ def clear(
         done += 1
     if failures:
         raise first_of(failures, len(failures) + done)
-    return Cleared(done, seen[means.domain])
+    return Cleared(done, views[means.domain])
 
 
 def _record(

@@ -74,13 +74,13 @@ def still_free(claim: NameClaim, state: LogState | None) -> Program[LogState]:
         CommitConflictError: Another save sealed the name.
     """
     keys, base = claim.keys, claim.base
-    seen = yield from catch_up(state)
-    if seen.generation > base or seen.save(keys.save_id).aborted:
+    current = yield from catch_up(state)
+    if current.generation > base or current.save(keys.save_id).aborted:
         raise FencedError(
-            f"the run was taken over by generation {seen.generation.number}",
+            f"the run was taken over by generation {current.generation.number}",
             hint="this process must stop; no file of the new owner was changed",
         )
-    for save in seen.saves.living.values():
+    for save in current.saves.living.values():
         if (
             save.seal is not None
             and save.seal.name == keys.name
@@ -90,7 +90,7 @@ def still_free(claim: NameClaim, state: LogState | None) -> Program[LogState]:
                 f"{keys.name} was sealed by another save, {save.save_id}",
                 hint="files with plain names never overwrite: choose another name",
             )
-    return seen
+    return current
 
 
 def put_plain(claim: NameClaim, state: LogState | None, key: str, data: bytes) -> Program[LogState]:

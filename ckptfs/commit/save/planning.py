@@ -67,14 +67,14 @@ def plan_save(spec: SaveSpec, views: Views, session: RunSession) -> SavePlan:
     base = _base(spec, views, where, session.storage.root)
     if spec.artifact is Kind.DIRECTORY:
         _refuse_occupied(spec.name, views, where)
-    taken = save_named(spec.name, views)
-    if taken is not None and spec.if_exists is IfExists.ERROR:
-        raise _conflict(taken, views, where)
-    if taken is not None and spec.failure and not taken.failure and spec.save_id is None:
+    existing = save_named(spec.name, views)
+    if existing is not None and spec.if_exists is IfExists.ERROR:
+        raise _conflict(existing, views, where)
+    if existing is not None and spec.failure and not existing.failure and spec.save_id is None:
         # A save of a failing run is never the latest: if it replaced a healthy one, the run would
         # lose a step.
         raise CommitConflictError(
-            f"{taken.name} is a healthy checkpoint (save {taken.save_id}), and a save of a "
+            f"{existing.name} is a healthy checkpoint (save {existing.save_id}), and a save of a "
             "failing run does not replace it",
             uri=where,
             hint="the step is saved already; save a later step, or skip this save",
@@ -85,7 +85,7 @@ def plan_save(spec: SaveSpec, views: Views, session: RunSession) -> SavePlan:
         seq = max(seq, session.known.seq + 1)
     save_id = fresh_save_id() if spec.save_id is None else spec.save_id
     domains = tuple(d.id for d in session.placement.domains)
-    replaces = taken is not None
+    replaces = existing is not None
     return SavePlan(save_id, base, seq, domains, _previous(spec, views), replaces)
 
 
@@ -125,10 +125,10 @@ def _base(spec: SaveSpec, views: Views, where: Uri, root: Uri) -> Generation:
 
 
 def _refuse_occupied(name: str, views: Views, where: Uri) -> None:
-    there = occupant(name, views)
-    if there is not None:
+    existing = occupant(name, views)
+    if existing is not None:
         raise CommitConflictError(
-            f"{name} still has save {there.save_id}",
+            f"{name} still has save {existing.save_id}",
             uri=where,
             hint="files with plain names never overwrite: choose another name; what an overwrite "
             "hid is deleted after the first commit of another one",

@@ -115,23 +115,23 @@ def project(
         for save in _earlier(seal, views[domain]):
             yield from _retire(save, views, domain, caps)
     for piece in pieces(seal, domain):
-        mine = in_hand if piece is seal else None
+        piece_in_hand = in_hand if piece is seal else None
         yield from _project_one(
-            piece, caps, views[domain], checkpoint=seal, replaces=replaces, in_hand=mine
+            piece, caps, views[domain], checkpoint=seal, replaces=replaces, in_hand=piece_in_hand
         )
 
 
 def _earlier(seal: Seal, state: LogState) -> list[SaveState]:
     """Saves of the same name that were sealed before this one and may still have bytes here, oldest first."""
-    mine = state.save(seal.save_id).sealed_at
+    sealed_at = state.save(seal.save_id).sealed_at
     return [
         save
         for save in sorted(state.saves.living.values(), key=lambda s: s.sealed_at or 0)
         if save.seal is not None
         and save.seal.name == seal.name
         and save.sealed_at is not None
-        and mine is not None
-        and save.sealed_at < mine
+        and sealed_at is not None
+        and save.sealed_at < sealed_at
         and not save.gone
     ]
 
@@ -145,15 +145,15 @@ def _retire(save: SaveState, views: Views, domain: str, caps: Capabilities) -> P
     seal = save.seal
     if seal is None:
         return
-    kept = not save.deleted
-    if kept and seal.artifact is Kind.DIRECTORY:
+    keeps_data = not save.deleted
+    if keeps_data and seal.artifact is Kind.DIRECTORY:
         if standing(seal.save_id, views) is Standing.COMMITTED:
             # The plain names are its data.
             yield from _project_one(seal, caps, views[domain], checkpoint=seal)
         return
     for piece in pieces(seal, domain):
         keys = AttemptKeys(caps.shape, piece.name, piece.save_id)
-        if kept:
+        if keeps_data:
             yield from _settle_data(keys)
         yield from discard_source(keys)
 
@@ -264,11 +264,11 @@ def _repair(seal: Seal, holder: Generation, state: LogState) -> Program[None]:
     for file in _projected_files(seal):
         key = f"{keys.name}/{file}"
         try:
-            there: bytes = yield Read(key)
+            found: bytes = yield Read(key)
         except NotFoundError:
             pass
         else:
-            if file == METADATA and not (yield from _is_ours(seal.name, there, state)):
+            if file == METADATA and not (yield from _is_ours(seal.name, found, state)):
                 logger.warning(FOREIGN, key, seal.save_id, seal.name)
                 return
             continue
@@ -290,8 +290,8 @@ def _projected_files(seal: Seal) -> tuple[str, ...]:
 
     A directory artifact has no ``.metadata``, and of a whole of parts each part has its own.
     """
-    bare = seal.artifact is Kind.DIRECTORY or bool(seal.parts)
-    return (MANIFEST,) if bare else (METADATA, MANIFEST)
+    without_metadata = seal.artifact is Kind.DIRECTORY or bool(seal.parts)
+    return (MANIFEST,) if without_metadata else (METADATA, MANIFEST)
 
 
 def _is_ours(name: str, metadata: bytes, state: LogState) -> Program[bool]:
@@ -410,12 +410,12 @@ def _project_pieces(
     """
     try:
         yield StatOf(f"{keys.attempt}/{METADATA}")
-        there: bytes = yield Read(f"{keys.name}/{METADATA}")
+        existing: bytes = yield Read(f"{keys.name}/{METADATA}")
     except NotFoundError:
         pass  # nothing will be replaced
     else:
         key = f"{keys.name}/{METADATA}"
-        if not (yield from _may_replace(seal, key, there, state, replaces)):
+        if not (yield from _may_replace(seal, key, existing, state, replaces)):
             return True
     if seal.artifact is Kind.DIRECTORY:
         # The manifest's two copies last. As long as the immutable copy has not moved, a reader that
@@ -544,11 +544,11 @@ def _put(
         if not _is_newest(checkpoint, state):
             return True
         for key, data in list(left.items()):
-            etag, there = stand[key]
+            etag, existing = stand[key]
             if (
                 key.endswith(f"/{METADATA}")
-                and there is not None
-                and not (yield from _may_replace(checkpoint, key, there, state, replaces))
+                and existing is not None
+                and not (yield from _may_replace(checkpoint, key, existing, state, replaces))
             ):
                 return False
             try:
@@ -569,10 +569,10 @@ def _stand(key: str) -> Program[tuple[str | None, bytes | None]]:
     """Return the etag and the bytes of the object under a key; "" and None if there is none."""
     try:
         etag: str | None = (yield StatOf(key)).etag
-        there: bytes = yield Read(key)
+        data: bytes = yield Read(key)
     except NotFoundError:
         return "", None
-    return etag, there
+    return etag, data
 
 
 def _read(key: str) -> Program[bytes]:
@@ -585,5 +585,5 @@ def _is_newest(seal: Seal, state: LogState) -> bool:
 
     It must be neither deleted nor overtaken in this log.
     """
-    mine = state.save(seal.save_id)
-    return not (mine.deleted or mine.aborted) and successor_here(state, seal) is None
+    save = state.save(seal.save_id)
+    return not (save.deleted or save.aborted) and successor_here(state, seal) is None

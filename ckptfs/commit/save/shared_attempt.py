@@ -374,24 +374,24 @@ class ResumableAttempt(Attempt):
         small: dict[str, SmallFile],
     ) -> Gathered:
         gathered = super()._gather(parts, finish, small)
-        mine = small[MANIFEST]
-        if not isinstance(mine, bytes):
+        encoded = small[MANIFEST]
+        if not isinstance(encoded, bytes):
             raise TypeError("one domain has one manifest")
         exclusive = self._means.caps.exclusive_create
-        theirs = drive(_once(f"{self._named.data}/{MANIFEST}", mine, exclusive), self.storage)
-        if theirs == mine:
+        stored = drive(_once(f"{self._named.data}/{MANIFEST}", encoded, exclusive), self.storage)
+        if stored == encoded:
             return gathered
         where = self.storage.uri(self.spec.name)
-        manifest = decode_manifest(theirs, where)
-        if _what(manifest) != _what(decode_manifest(mine, where)):
+        manifest = decode_manifest(stored, where)
+        if _what(manifest) != _what(decode_manifest(encoded, where)):
             raise StateError(
                 "another version of ckptfs or torch began this copy and described it differently",
                 uri=where,
                 hint="finish it with that version, or remove what is left of it: ckptfs gc "
                 "--delete",
             )
-        small[MANIFEST] = theirs
-        digest, origins = digest_of(theirs), origins_of(manifest)
+        small[MANIFEST] = stored
+        digest, origins = digest_of(stored), origins_of(manifest)
         return dataclasses.replace(gathered, digest=digest, origins=origins)
 
     def _prepare(self, files: Mapping[str, SmallFile]) -> None:
@@ -443,13 +443,13 @@ def _until_present(key: str, data: bytes) -> Program[bytes]:
     attempt = 0
     while True:
         try:
-            there: bytes = yield Read(key)
+            existing: bytes = yield Read(key)
         except NotFoundError:
             pass
         except (AnswerLostError, StaleError, TransientError) as error:
             logger.debug("reading %s: %s", key, error)
         else:
-            return there
+            return existing
         yield Pause(attempt, f"making {key}")
         attempt += 1
         try:

@@ -43,15 +43,15 @@ def checked_step(step: int) -> int:
         StateError: It is no integer, or below 0.
     """
     try:
-        whole = operator.index(step)
+        number = operator.index(step)
     except TypeError:
         raise StateError(
             f"step is {step!r}, which is not an integer",
             hint="it counts completed optimizer steps",
         ) from None
-    if whole < 0:
-        raise StateError(f"step is {whole}; it counts completed optimizer steps")
-    return whole
+    if number < 0:
+        raise StateError(f"step is {number}; it counts completed optimizer steps")
+    return number
 
 
 @dataclass(frozen=True, slots=True)
