@@ -37,18 +37,18 @@ def meeting_at_barriers(control: Control) -> Iterator[None]:
     threads, and of subgroups, are not changed. Other collectives in the block are not covered: a
     rank that fails before one leaves the others in it.
     """
-    mine, told = threading.get_ident(), False
+    thread_id, reported = threading.get_ident(), False
 
     def meet(problem: BaseException | None = None) -> None:
-        nonlocal told
+        nonlocal reported
         try:
             control.step("barrier", lambda: _raise(problem))
         except BaseException:
-            told = True
+            reported = True
             raise
 
     def barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if group is not None or threading.get_ident() != mine:
+        if group is not None or threading.get_ident() != thread_id:
             return stock(group, *args, **kwargs)
         return meet()
 
@@ -56,7 +56,7 @@ def meeting_at_barriers(control: Control) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not told:
+        if not reported:
             with contextlib.suppress(Exception):  # its own error is raised below
                 meet(error)
         raise
@@ -79,15 +79,15 @@ def from_rank_zero(rank: int, broadcast: Callable[[Any], Any], act: Callable[[],
     broadcast: Gives every rank the value that rank 0 passed. If rank 0 fails, it raises its own
     error, and the others raise a CollectiveError with the same message.
     """
-    told: Any = None
+    answer: Any = None
     if rank == 0:
         try:
-            told = act()
+            answer = act()
         except Exception as error:
             kind = f"{type(error).__module__}.{type(error).__qualname__}"
             broadcast(Failure(0, "", kind, str(error), getattr(error, "errno", None)))
             raise
-    told = broadcast(told)
-    if isinstance(told, Failure):
-        raise CollectiveError(f"rank 0 failed: {told.message}", failures={0: told})
-    return told  # type: ignore[no-any-return]
+    answer = broadcast(answer)
+    if isinstance(answer, Failure):
+        raise CollectiveError(f"rank 0 failed: {answer.message}", failures={0: answer})
+    return answer  # type: ignore[no-any-return]

@@ -64,12 +64,12 @@ def decode_table(data: bytes, ranks: int) -> list[dict[str, Any]]:
         text = inflating.decompress(data, ranks * _ROW_BYTES)
         if inflating.unconsumed_tail or not inflating.eof:
             raise ValueError(f"larger than {ranks * _ROW_BYTES} bytes, or cut short")
-        told = parse(text)
+        table = parse(text)
     except (zlib.error, ValueError) as error:
         raise StateError(f"the table of the ranks in torch's store is damaged: {error}") from error
     return [
-        {"world": dict(zip(told["names"], row[:-1], strict=True)), "life": row[-1]}
-        for row in told["rows"]
+        {"world": dict(zip(table["names"], row[:-1], strict=True)), "life": row[-1]}
+        for row in table["rows"]
     ]
 
 

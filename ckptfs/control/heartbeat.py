@@ -386,17 +386,17 @@ class Monitor:
 
     def _run(self) -> None:
         visit: Future[_VisitResult] | None = None
-        asked = last = time.monotonic() - self._tempo.beat_s
+        began = last = time.monotonic() - self._tempo.beat_s
         while not self._stop.is_set():
             now = time.monotonic()
             suspects = self.gone_neighbours().keys() - self._dead.keys() - self._left
-            if visit is None and (suspects or now - asked >= self._tempo.beat_s):
-                asked, visit = now, self._client.submit_short(self._visit(suspects, now - asked))
+            if visit is None and (suspects or now - began >= self._tempo.beat_s):
+                began, visit = now, self._client.submit_short(self._visit(suspects, now - began))
             if visit is not None and visit.done():
                 self._integrate(visit, now - last)
                 last, visit = now, None
-            elif visit is not None and now - asked > self._timeout_s:
-                self._lose(now - asked)
+            elif visit is not None and now - began > self._timeout_s:
+                self._lose(now - began)
             if self._lost is not None:
                 return
             self._stop.wait(min(self._tempo.look_s, 0.05 if visit is not None else 9.0))
@@ -428,7 +428,7 @@ class Monitor:
 
         def visit(store: Any) -> _VisitResult:
             store.set(f"{prefix}/beat/{rank}", f"{count} {json.dumps(own) if own else ''}")
-            beats, heard = {}, {}
+            beats, reported_silent = {}, {}
             stuck: dict[int, Stuck] = {}
             left = {r for r in suspects if store.get(f"{prefix}/beat/{r}") == LEFT.encode()}
             dead.update(dict.fromkeys(suspects - left, "its process is gone"))
@@ -437,14 +437,16 @@ class Monitor:
                 beats = {r + 1: b.decode() for r, b in enumerate(_get_all(store, keys))}
                 texts = {r: beat.partition(" ")[2] for r, beat in beats.items()}
                 stuck = {r: json.loads(text) for r, text in texts.items() if text}
-                told = {rank: own, **stuck} if own else stuck
-                store.set(f"{prefix}/watch", json.dumps([count, silent, told]))
+                hanging = {rank: own, **stuck} if own else stuck
+                store.set(f"{prefix}/watch", json.dumps([count, silent, hanging]))
             else:
-                number, silences, told = json.loads(store.get(f"{prefix}/watch"))
+                number, silences, hanging = json.loads(store.get(f"{prefix}/watch"))
                 beats = {0: str(number)}
-                heard = {int(r): float(s) for r, s in silences.items()}
-                stuck = {int(r): parts for r, parts in told.items()}
-            return _VisitResult(left, beats, heard, stuck, self._exchange_obituaries(store, dead))
+                reported_silent = {int(r): float(s) for r, s in silences.items()}
+                stuck = {int(r): parts for r, parts in hanging.items()}
+            return _VisitResult(
+                left, beats, reported_silent, stuck, self._exchange_obituaries(store, dead)
+            )
 
         return visit
 
@@ -466,22 +468,22 @@ class Monitor:
 
     def _integrate(self, visit: Future[_VisitResult], elapsed_s: float) -> None:
         try:
-            seen = answer(visit, 0.0)
+            result = answer(visit, 0.0)
         except ControlPlaneLostError as error:
             self._lost = error
             return
         except Exception:  # a bug: this thread must continue, and the next beat may work
             log.exception("a heartbeat failed")
             return
-        self._left |= seen.left
-        for obituary in seen.obituaries:
+        self._left |= result.left
+        for obituary in result.obituaries:
             self._note_dead({int(r): why for r, why in obituary.items() if int(r) != self._rank})
-        self._pulses.tick(elapsed_s, seen.beats)
+        self._pulses.tick(elapsed_s, result.beats)
         own = self._pulses.silent(min(self._tempo.warn_s, self._timeout_s))
         with self._lock:
-            self._silent = {**seen.silent, **own}
+            self._silent = {**result.silent, **own}
             self._silent.pop(self._rank, None)  # the coordinator may not know yet that we woke up
-            self._stuck = seen.stuck
+            self._stuck = result.stuck
         self._warn()
 
     def _lose(self, waited_s: float) -> None:

@@ -210,10 +210,10 @@ def decode_verdict(data: bytes) -> Verdict[Any]:
 
 def for_rank(verdict: Verdict[Any], rank: int) -> Verdict[Any]:
     """Return the verdict of one rank if nothing has to be sent."""
-    told = verdict.value
-    if not isinstance(told, _Apart):
+    value = verdict.value
+    if not isinstance(value, _Apart):
         return verdict
-    return replace(verdict, value=(told.common, told.pieces[rank] if told.pieces else None))
+    return replace(verdict, value=(value.common, value.pieces[rank] if value.pieces else None))
 
 
 def split(verdict: Verdict[Any]) -> tuple[Verdict[Any], Iterator[bytes]]:
@@ -222,11 +222,11 @@ def split(verdict: Verdict[Any]) -> tuple[Verdict[Any], Iterator[bytes]]:
     There are no pieces if the answer is one for all. A piece is encoded when it is used, because
     each of hundreds of nodes may get a whole manifest.
     """
-    told = verdict.value
-    if not isinstance(told, _Apart) or not told.pieces:
+    value = verdict.value
+    if not isinstance(value, _Apart) or not value.pieces:
         return for_rank(verdict, 0), iter(())
-    common = replace(verdict, value=told.common, apart=True)
-    return common, (pickle.dumps(piece, protocol=5) for piece in told.pieces)
+    common = replace(verdict, value=value.common, apart=True)
+    return common, (pickle.dumps(piece, protocol=5) for piece in value.pieces)
 
 
 def joined(verdict: Verdict[Any], piece: bytes) -> Verdict[Any]:

@@ -428,9 +428,9 @@ def take_many(store: Any, keys: list[str]) -> list[tuple[bytes, list[str]]]:
 
 
 def _take_remainder(store: Any, key: str, head: bytes) -> tuple[bytes, list[str]]:
-    rest = _remainder_of(key, head)
+    remainder = _remainder_of(key, head)
     first = head.partition(b"\n")[2]
-    return b"".join([first, *(_chunk(store, name) for name in rest)]), [key, *rest]
+    return b"".join([first, *(_chunk(store, name) for name in remainder)]), [key, *remainder]
 
 
 def _chunk(store: Any, name: str) -> bytes:

@@ -436,12 +436,12 @@ class StoreControl:
         if not gathered:
             return self._obey(keys, label), None
         read = [name for _, names in gathered for name in names]
-        heard = [
+        messages = [
             own,
             *(self._decoded(label, rank + 1, data) for rank, (data, _) in enumerate(gathered)),
         ]
         with self._working(keys, label):
-            verdict, raised = settle(heard, decide, self.worlds)
+            verdict, raised = settle(messages, decide, self.worlds)
         common, pieces = split(verdict)
         try:
             data = encode_verdict(common)
@@ -490,8 +490,8 @@ class StoreControl:
             if not verdict.apart:
                 untaken = verdict.error is not None
                 return verdict
-            taken = self._io.submit(lambda store: keys.take_piece(store, self.rank))
-            piece = self._await(taken, keys, label)
+            future = self._io.submit(lambda store: keys.take_piece(store, self.rank))
+            piece = self._await(future, keys, label)
             untaken = False
             return joined(verdict, piece)
         except CkptfsError:

@@ -650,7 +650,7 @@ def usable(found: Iterable[Entry], where: Uri) -> Listing:
 
 
 def first_of(failures: Sequence[StorageError], asked: int) -> StorageError:
-    """Return the first of several ``failures``, with their number of ``asked`` added to its message."""
+    """Return the first of several ``failures``; its message says how many of ``asked`` failed."""
     first = failures[0]
     first.message = f"{len(failures)} of {asked} failed, the first: {first.message}"
     return first

@@ -164,13 +164,13 @@ class FsspecClient:
             # adlfs gives this answer for a name that is a file, or that does not exist.
             found = {str(name): {} for name in found}
         # Some clients list by a prefix of letters: names that only begin alike are not below it.
-        mine = {
+        inside = {
             name: info
             for name, info in found.items()
             if f"{name.strip('/')}/".startswith(f"{path.strip('/')}/")
         }
-        folders = [name for name, info in mine.items() if info.get("type") == "directory"]
-        files = [name for name in mine if name not in set(folders)]
+        folders = [name for name, info in inside.items() if info.get("type") == "directory"]
+        files = [name for name in inside if name not in set(folders)]
         return files, sorted(folders, key=len, reverse=True)
 
     def move(self, source: str, target: str) -> None:

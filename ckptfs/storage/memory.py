@@ -344,8 +344,8 @@ class MemoryStorage(Storage):
             raise self._missing(action, key)
 
     def _missing(self, action: str, key: str, number: int = errno.ENOENT) -> NotFoundError:
-        said = os.strerror(number)
-        return NotFoundError(f"{action} failed: {said}", errno=number, uri=self.uri(key))
+        reason = os.strerror(number)
+        return NotFoundError(f"{action} failed: {reason}", errno=number, uri=self.uri(key))
 
     def _taken(self, key: str) -> AlreadyExistsError:
         return AlreadyExistsError("the name exists already", uri=self.uri(key))

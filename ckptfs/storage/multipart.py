@@ -135,15 +135,15 @@ class ObjectWriter(DataWriter):
         # Until this returns: a write that was interrupted must not be closed as if it were
         # complete.
         self._is_writable = False
-        rest = view
-        while len(rest):
+        remaining = view
+        while len(remaining):
             if self._part is not None and not self._part.left_bytes:
                 self._send(self._part)  # only now: the last part must be known as such
             if self._part is None:
                 self._part = self._next_part()
-            taken = rest[: self._part.left_bytes]
-            self._part.add(taken, lent=lent)
-            rest = rest[len(taken) :]
+            chunk = remaining[: self._part.left_bytes]
+            self._part.add(chunk, lent=lent)
+            remaining = remaining[len(chunk) :]
         self._is_writable = True
         return len(view)
 
@@ -505,9 +505,10 @@ class FillingPart:
 
     def pieces(self) -> list[memoryview]:
         """Return all bytes, in order, in at most one piece if the client does not gather."""
-        whole = self._buffer if self._buffer is not None else memoryview(b"")
+        buffer = self._buffer if self._buffer is not None else memoryview(b"")
         return [
-            whole[one.start : one.stop] if isinstance(one, _Copied) else one for one in self._pieces
+            buffer[one.start : one.stop] if isinstance(one, _Copied) else one
+            for one in self._pieces
         ]
 
     def take_buffer(self) -> memoryview | None:

@@ -63,14 +63,14 @@ def open_object_store(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
     cannot do what the options ask for, or was used before this process was forked. ``data_path``
     names the library.
     """
-    options, rest = parse_options(uri, storage_options)
-    path = choose_path(uri, options.client, rest)
+    options, others = parse_options(uri, storage_options)
+    path = choose_path(uri, options.client, others)
     if not path.is_obstore:
         from ckptfs.storage.fsspec_store import FsspecStorage
 
-        library = open_library(uri, options, rest)
+        library = open_library(uri, options, others)
         return FsspecStorage(uri, library=library, data_path=str(path))
-    client = open_client(uri, options, rest, path)
+    client = open_client(uri, options, others, path)
     return ObjectStorage(uri, client, options, data_path=str(path))
 
 

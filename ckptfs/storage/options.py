@@ -79,7 +79,7 @@ def parse_options(
         UriError: A value makes no sense.
     """
     ours = {name: value for name, value in storage_options.items() if name in OURS}
-    rest = {name: value for name, value in storage_options.items() if name not in OURS}
+    others = {name: value for name, value in storage_options.items() if name not in OURS}
     usual = ObjectOptions()
     part = ours.get("part_size_bytes")
     options = ObjectOptions(
@@ -108,7 +108,7 @@ def parse_options(
             uri=uri,
             hint="set memory_bytes to several parts, or make the part smaller",
         )
-    return options, rest
+    return options, others
 
 
 def parse_boolean(uri: Uri, name: str, value: object) -> bool:

@@ -76,10 +76,10 @@ def open_storage(
         MissingDriverError: Its library is not installed; the hint names the extra.
     """
     place = Uri.parse(uri)
-    if place.is_local and (taken := _URI_AS_PATH.search(place.path)) is not None:
+    if place.is_local and (as_path := _URI_AS_PATH.search(place.path)) is not None:
         warnings.warn(
             f"{place.path} is on this machine's own disk: a program used the URI "
-            f"{taken[1]}://... as a path. Pass the URI to ckptfs, and a directory to other "
+            f"{as_path[1]}://... as a path. Pass the URI to ckptfs, and a directory to other "
             "programs",
             stacklevel=2,
         )
@@ -158,11 +158,11 @@ def _need_driver(uri: Uri) -> None:
             raise ImportError(f"no module named {library}")
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        said = known_implementations.get(protocol, {}).get("err", str(error))
+        reason = known_implementations.get(protocol, {}).get("err", str(error))
         raise MissingDriverError(
             f"the library of {protocol}:// is not installed",
             uri=uri,
-            hint=f"pip install 'ckptfs[{extra}]'" if extra else said,
+            hint=f"pip install 'ckptfs[{extra}]'" if extra else reason,
         ) from error
     except ValueError as error:
         raise UriError(

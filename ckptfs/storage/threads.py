@@ -208,7 +208,7 @@ class Pump:
     def __init__(self, writer: DataWriter) -> None:
         self._writer = writer
         self._pieces: queue.SimpleQueue[_Piece | Callable[[], None] | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(_AHEAD)
+        self._free_slots = threading.Semaphore(_AHEAD)
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -248,7 +248,7 @@ class Pump:
             return
         if self._error is not None:
             raise self._error
-        self._room.acquire()
+        self._free_slots.acquire()
         self._pieces.put(piece)
 
     def then(self, done: Callable[[], None]) -> None:
@@ -308,7 +308,7 @@ class Pump:
         # After an error it still takes pieces: otherwise put() would block forever.
         while (piece := self._pieces.get()) is not None:
             if isinstance(piece, _Piece):
-                self._room.release()
+                self._free_slots.release()
             if self._error is None:
                 try:
                     if isinstance(piece, _Piece):

@@ -106,13 +106,13 @@ def open_webhdfs(uri: Uri, storage_options: Mapping[str, Any]) -> WebHdfsStorage
             uri=uri,
             hint=f"it has {', '.join(sorted(known))}",
         )
-    ours, rest = parse_options(uri, storage_options)
+    ours, others = parse_options(uri, storage_options)
     creating = {
-        parameter: str(_number(uri, name, rest.pop(name)))
+        parameter: str(_number(uri, name, others.pop(name)))
         for name, parameter in _OF_NEW_FILES.items()
-        if name in rest
+        if name in others
     }
-    options = {**_server_of(uri), **rest}
+    options = {**_server_of(uri), **others}
     if not options.get("host"):
         raise UriError("the URI names no NameNode", uri=uri, hint="write webhdfs://host:port/path")
     for name in ("kerberos", "use_https", "session_verify"):

@@ -55,10 +55,10 @@ def ensure_dir(control: Control, storage: Storage, placement: Placement, key: st
 
     try:
         tokens = control.step("ensure_dir.make", make, _of_owners)
-        theirs = tokens[placement.mine.owner] if several else None
+        owner_token = tokens[placement.mine.owner] if several else None
         control.step(
             "ensure_dir.confirm",
-            lambda: _confirm(control, storage, placement, key, theirs),
+            lambda: _confirm(control, storage, placement, key, owner_token),
             lambda _: None,
         )
         control.step("ensure_dir.look", lambda: _look(placement, storage, key), lambda _: None)

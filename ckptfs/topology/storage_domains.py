@@ -216,14 +216,14 @@ def _confirm(
     control: Control, probe: Probe, before: _Ruling, attempt: int, *, is_lead: bool
 ) -> _Ruling:
     """Confirm a ruling: every lead reads, through its own mount, what its owner left."""
-    mine = next(d for d in before.domains if control.rank in d.ranks)
+    own = next(d for d in before.domains if control.rank in d.ranks)
 
     def look() -> Answer | None:
         if not is_lead:
             return None
         if attempt:
             time.sleep(0.1 * attempt)
-        return probe.look_again(before.tokens[mine.owner])
+        return probe.look_again(before.tokens[own.owner])
 
     def decide(answers: list[Answer | None]) -> _Ruling:
         after = _rule(control.worlds, answers, "auto", tokens=True)
@@ -312,8 +312,8 @@ def _shared_domain(worlds: Sequence[World], domain_id: str) -> Domain:
 
 
 def _place(domains: tuple[Domain, ...], rank: int, *, is_lead: bool) -> Placement:
-    mine = next(d for d in domains if rank in d.ranks)
-    return Placement(domains, mine, is_owner=mine.owner == rank, is_node_lead=is_lead)
+    own = next(d for d in domains if rank in d.ranks)
+    return Placement(domains, own, is_owner=own.owner == rank, is_node_lead=is_lead)
 
 
 def _named(control: Control, storage: Storage, name: str, *, write: bool) -> Placement:
@@ -332,11 +332,11 @@ def _named(control: Control, storage: Storage, name: str, *, write: bool) -> Pla
         return group_nodes(worlds, {node: names[rank] for node, rank in leads.items()})
 
     domains = control.step("domain.name", lambda: name, group)
-    mine = next(d for d in domains if control.rank in d.ranks)
+    own = next(d for d in domains if control.rank in d.ranks)
     probe = Probe(storage, write=write, tokens=False)
 
     def look() -> str | None:
-        return probe.look(storage.capabilities.shape).id if control.rank == mine.owner else None
+        return probe.look(storage.capabilities.shape).id if control.rank == own.owner else None
 
     def with_ids(ids: list[str | None]) -> tuple[Domain, ...]:
         return tuple(Domain(ids[d.owner] or "", d.ranks, d.nodes, d.owner) for d in domains)

@@ -424,22 +424,22 @@ class _BlockStream:
         self._block_bytes = block_bytes
         self._upload = secrets.token_hex(8)
         self._blocks: list[str] = []
-        self._rest = bytearray()
+        self._unsent = bytearray()
         self.closed = False
 
     def write(self, data: bytes) -> int:
         """Take all of the data; send it when a block is full."""
-        self._rest += data
-        while len(self._rest) >= self._block_bytes:
-            self._send(bytes(self._rest[: self._block_bytes]))
-            del self._rest[: self._block_bytes]
+        self._unsent += data
+        while len(self._unsent) >= self._block_bytes:
+            self._send(bytes(self._unsent[: self._block_bytes]))
+            del self._unsent[: self._block_bytes]
         return len(data)
 
     def close(self) -> None:
         """Send the remaining bytes."""
-        if self._rest:
-            self._send(bytes(self._rest))
-        self._rest.clear()
+        if self._unsent:
+            self._send(bytes(self._unsent))
+        self._unsent.clear()
         self.closed = True
 
     def commit(self) -> None:
@@ -448,7 +448,7 @@ class _BlockStream:
 
     def discard(self) -> None:
         """Do nothing to the server: it drops uncommitted blocks after a week."""
-        self._rest.clear()
+        self._unsent.clear()
 
     def _send(self, data: bytes) -> None:
         block = f"{self._upload}-{len(self._blocks):06}"  # all of one length, as required

@@ -456,8 +456,8 @@ def _endpoint(uri: Uri, name: str, host: str, given: Mapping[str, Any]) -> str:
         raise UriError(f"location_mode={mode!r}: it takes 'primary' or 'secondary'", uri=uri)
     host = host or f"{name}.blob.{PUBLIC}"
     if mode == "secondary":
-        account, dot, rest = host.partition(".")
-        host = f"{account}-secondary{dot}{rest}"
+        account, dot, domain = host.partition(".")
+        host = f"{account}-secondary{dot}{domain}"
     return f"https://{host.rstrip('/')}"
 
 

@@ -85,16 +85,16 @@ def _answer_or(ask: Callable[[], T], nothing: T) -> T | CkptfsError:
 
 
 def _s3_versioning(answer: Mapping[str, Any]) -> Versioning:
-    said = {"Enabled": Versioning.ON, "Suspended": Versioning.SUSPENDED}
-    return said.get(answer.get("Status", ""), Versioning.OFF)
+    states = {"Enabled": Versioning.ON, "Suspended": Versioning.SUSPENDED}
+    return states.get(answer.get("Status", ""), Versioning.OFF)
 
 
 def _s3_lock(answer: Mapping[str, Any]) -> Lock | None:
     found = answer.get("ObjectLockConfiguration", {})
     if found.get("ObjectLockEnabled") != "Enabled":
         return None
-    kept = found.get("Rule", {}).get("DefaultRetention", {})
-    days = kept.get("Days") or (kept["Years"] * 365 if "Years" in kept else None)
+    retention = found.get("Rule", {}).get("DefaultRetention", {})
+    days = retention.get("Days") or (retention["Years"] * 365 if "Years" in retention else None)
     return Lock(None if days is None else float(days))
 
 
@@ -135,12 +135,12 @@ def of_gcs(ask: Callable[[], Mapping[str, Any]]) -> BucketRules:
         bucket = ask()
     except CkptfsError as error:
         return BucketRules(error, error, error)
-    kept = bucket.get("retentionPolicy", {}).get("retentionPeriod")
+    retention_s = bucket.get("retentionPolicy", {}).get("retentionPeriod")
     rules = bucket.get("lifecycle", {}).get("rule", ())
     on = bucket.get("versioning", {}).get("enabled")
     return BucketRules(
         Versioning.ON if on else Versioning.OFF,
-        None if kept is None else Lock(float(kept) / _DAY_S),
+        None if retention_s is None else Lock(float(retention_s) / _DAY_S),
         tuple(_gcs_rule(number, rule) for number, rule in enumerate(rules)),
     )
 

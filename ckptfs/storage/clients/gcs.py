@@ -195,8 +195,8 @@ def _credentials(given: Any, scope: str) -> Any:
     if given == "cloud":
         from google.auth import compute_engine
 
-        there: Any = compute_engine.Credentials
-        return there()
+        instance: Any = compute_engine.Credentials
+        return instance()
     if isinstance(given, str):
         with open(os.path.expanduser(given), encoding="utf-8") as file:
             given = json.load(file)

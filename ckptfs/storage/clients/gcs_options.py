@@ -260,8 +260,8 @@ def _fixed(uri: Uri, name: str, value: object) -> dict[str, str]:
         raise _wrong(uri, name, "no content_encoding: bytes are stored as they are")
     if unknown := sorted(set(found) - set(_FIXED)):
         raise _wrong(uri, name, f"{', '.join(_FIXED)}, and no {unknown[0]!r}")
-    told = {key: _text(uri, f"{name}[{key!r}]", text) for key, text in found.items()}
-    return _NO_COPIES | told
+    attributes = {key: _text(uri, f"{name}[{key!r}]", text) for key, text in found.items()}
+    return _NO_COPIES | attributes
 
 
 def _kms_key(uri: Uri, name: str, value: object) -> str:

@@ -304,12 +304,12 @@ def _was_sent(chain: list[BaseException]) -> bool:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the exception and all its causes, also those that libraries keep in an attribute."""
-    waiting, seen = [error], set[int]()
+    waiting, visited = [error], set[int]()
     while waiting:
         link = waiting.pop(0)
-        if id(link) in seen:
+        if id(link) in visited:
             continue
-        seen.add(id(link))
+        visited.add(id(link))
         yield link
         attributes = getattr(link, "kwargs", None)
         found = [
@@ -406,8 +406,8 @@ def reason_of(context: RequestContext, response: ErrorResponse) -> Reason:
 
 def origin_of(endpoint: str) -> str:
     """Return scheme://host[:port] of an endpoint, whatever else it contains."""
-    scheme, _, rest = endpoint.partition("://")
-    return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}"
+    scheme, _, remainder = endpoint.partition("://")
+    return f"{scheme}://{remainder.partition('/')[0].rpartition('@')[2]}"
 
 
 def clean(text: str) -> str:
@@ -656,13 +656,13 @@ def _botocore_response(error: BaseException) -> ErrorResponse | None:
     response = getattr(error, "response", None)
     if not isinstance(response, Mapping) or "ResponseMetadata" not in response:
         return None
-    meta, told = response["ResponseMetadata"], response.get("Error", {})
-    code = str(told.get("Code") or "")
+    meta, details = response["ResponseMetadata"], response.get("Error", {})
+    code = str(details.get("Code") or "")
     return ErrorResponse(
         int(meta.get("HTTPStatusCode") or 0),
         "" if code.isdigit() else code,  # of an answer without a body
-        str(told.get("Message") or ""),
-        str(meta.get("HTTPHeaders", {}).get("x-amz-bucket-region") or told.get("Region") or ""),
+        str(details.get("Message") or ""),
+        str(meta.get("HTTPHeaders", {}).get("x-amz-bucket-region") or details.get("Region") or ""),
     )
 
 

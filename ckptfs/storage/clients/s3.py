@@ -485,7 +485,7 @@ class _PartStream:
         self._part_bytes = part_bytes
         self._upload_id: str | None = None
         self._parts: list[dict[str, Any]] = []
-        self._rest = bytearray()
+        self._unsent = bytearray()
         self._size_bytes = 0
         self.closed = False
 
@@ -494,24 +494,24 @@ class _PartStream:
 
         A part is sent when there is more, so that the last part is known as such.
         """
-        self._rest += data
+        self._unsent += data
         self._size_bytes += len(data)
-        while len(self._rest) > self._part_bytes:
-            self._send(bytes(self._rest[: self._part_bytes]))
-            del self._rest[: self._part_bytes]
+        while len(self._unsent) > self._part_bytes:
+            self._send(bytes(self._unsent[: self._part_bytes]))
+            del self._unsent[: self._part_bytes]
         return len(data)
 
     def close(self) -> None:
         """Send the last part, if there are others."""
         if self._upload_id is not None:
-            self._send(bytes(self._rest))
-            self._rest.clear()
+            self._send(bytes(self._unsent))
+            self._unsent.clear()
         self.closed = True
 
     def commit(self) -> None:
         """Make the object."""
         if self._upload_id is None:
-            self._fs.call_s3("put_object", **self._at, Body=bytes(self._rest))
+            self._fs.call_s3("put_object", **self._at, Body=bytes(self._unsent))
             return
         parts = {"Parts": self._parts}
         upload = {"UploadId": self._upload_id, "MultipartUpload": parts}
@@ -525,7 +525,7 @@ class _PartStream:
 
     def discard(self) -> None:
         """Discard the parts."""
-        self._rest.clear()
+        self._unsent.clear()
         if self._upload_id is not None:
             self._fs.call_s3("abort_multipart_upload", **self._at, UploadId=self._upload_id)
 

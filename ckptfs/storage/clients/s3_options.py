@@ -587,8 +587,8 @@ def _addressed(endpoint: str, url: str, bucket: str) -> dict[str, Any]:
     in_path = f"/{bucket}/" in urlsplit(url).path
     if in_path:
         return {"endpoint": endpoint.rstrip("/"), "virtual_hosted_style_request": False}
-    scheme, _, rest = endpoint.rstrip("/").partition("://")
-    return {"endpoint": f"{scheme}://{bucket}.{rest}", "virtual_hosted_style_request": True}
+    scheme, _, authority = endpoint.rstrip("/").partition("://")
+    return {"endpoint": f"{scheme}://{bucket}.{authority}", "virtual_hosted_style_request": True}
 
 
 class _Credentials:

@@ -327,8 +327,8 @@ class WebHdfsClient:
         proxy = self._options.get("data_proxy")
         if callable(proxy):
             return str(proxy(url))
-        for theirs, ours in (proxy or {}).items():
-            url = url.replace(theirs, ours, 1)
+        for original, replacement in (proxy or {}).items():
+            url = url.replace(original, replacement, 1)
         return url
 
     def _note_time(self, date: str | None) -> None:

@@ -139,8 +139,8 @@ def _openat2(dir_fd: int, path: str, flags: int, mode: int) -> int | None:
     if b"\0" in name:
         raise ValueError("embedded null byte")
     sys.audit("open", path, None, flags)
-    kept = mode if flags & os.O_CREAT else 0
-    how = _OPEN_HOW.pack(flags | os.O_CLOEXEC, kept, _RESOLVE_NO_SYMLINKS)
+    create_mode = mode if flags & os.O_CREAT else 0
+    how = _OPEN_HOW.pack(flags | os.O_CLOEXEC, create_mode, _RESOLVE_NO_SYMLINKS)
     while True:
         fd = _syscall(_OPENAT2, dir_fd, name, how, len(how))
         if fd >= 0:
@@ -519,8 +519,8 @@ class Posix:
                 mask, inode, *born, change_s, change_ns, major, minor = _STATX_ID.unpack_from(
                     raw.raw
                 )
-                told = mask & times == times and born < [change_s, change_ns]
-                born_ns = born[0] * 1_000_000_000 + born[1] if told else 0
+                has_birth_time = mask & times == times and born < [change_s, change_ns]
+                born_ns = born[0] * 1_000_000_000 + born[1] if has_birth_time else 0
                 return Identity(os.makedev(major, minor), inode, born_ns)
         with in_flight("stat", fd):
             found = os.fstat(fd)

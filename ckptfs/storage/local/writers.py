@@ -263,9 +263,9 @@ class WindowedFile(PartialFile, ParallelWriter):
                 first += len(batch)
                 continue
             complete = sum(1 for end in ends if end <= sent)
-            rest = sent - (ends[complete - 1] if complete else 0)
+            sent_bytes = sent - (ends[complete - 1] if complete else 0)
             first += complete
-            views[first] = views[first][rest:]
+            views[first] = views[first][sent_bytes:]
         if offset > start:
             self._posix.write_behind(fd, start, offset - start)
 
