@@ -136,22 +136,22 @@ def _doomed(
     refuse_gap(look)
     refuse_lost_domain(look)
     refuse_newer(look)
-    mine = [save for save in _saves_of(look, target.name) if not save.gone]
-    if not mine:
+    saves = [save for save in _saves_of(look, target.name) if not save.gone]
+    if not saves:
         raise _not_ours(look, target, options, "rm")
-    found = (reason_to_keep(save.save_id, look.views, BY_HAND) for save in mine)
-    kept = [obstacle for obstacle in found if obstacle is not None]
-    if any(obstacle.cause is Cause.PINNED for obstacle in kept):
+    found = (reason_to_keep(save.save_id, look.views, BY_HAND) for save in saves)
+    obstacles = [obstacle for obstacle in found if obstacle is not None]
+    if any(obstacle.cause is Cause.PINNED for obstacle in obstacles):
         raise StateError(f"{target.name} is pinned", uri=target, hint="ckptfs unpin it first")
-    lost = sorted({domain for obstacle in kept for domain in obstacle.names})
+    lost = sorted({domain for obstacle in obstacles for domain in obstacle.names})
     if lost and not partial:
         raise StateError(
-            f"not all of {target.name} is reached from here: {_hosts_of(look, mine, lost)}",
+            f"not all of {target.name} is reached from here: {_hosts_of(look, saves, lost)}",
             uri=target,
             hint="its pins on the other nodes are unknown here. The retention of a job on all "
             "nodes deletes all of it; --partial deletes what is here",
         )
-    return mine
+    return saves
 
 
 def _saves_of(look: Look, name: str) -> list[SaveState]:
@@ -176,11 +176,11 @@ def _hosts_of(look: Look, saves: Sequence[SaveState], domains: Sequence[str]) ->
             found = drive(find(seal, look.storage.capabilities.shape, look.root), look.storage)
             if found.manifest is not None:
                 hosts |= {record.id: record.hosts for record in found.manifest.domains}
-    told = [
+    texts = [
         f"domain {one} (host {', '.join(hosts[one])})" if hosts.get(one) else f"domain {one}"
         for one in domains
     ]
-    return ", ".join(told)
+    return ", ".join(texts)
 
 
 def remove(
@@ -304,21 +304,21 @@ _BEGUN = frozenset({State.SAVING, State.ABANDONED})
 
 def _inside(target: Uri, options: Mapping[str, Any] | None) -> StateError | None:
     """Return the error for a target inside a checkpoint, such as a part; None for others."""
-    for whole in (target.parent, target.parent.parent):
-        if whole.parent == whole or not whole.name:
+    for enclosing in (target.parent, target.parent.parent):
+        if enclosing.parent == enclosing or not enclosing.name:
             return None
         try:
-            with looking_at(whole.parent, options) as look:
-                saves = [save for save in _saves_of(look, whole.name) if not save.gone]
+            with looking_at(enclosing.parent, options) as look:
+                saves = [save for save in _saves_of(look, enclosing.name) if not save.gone]
         except (StorageError, UriError):
             return None  # the directory above a run may be forbidden
         if saves:
             parts = {ref.name for save in saves if save.seal is not None for ref in save.seal.parts}
             what = "a part of" if target.name in parts else "something in"
             return StateError(
-                f"{target.name} is {what} {whole.name}, which is kept or goes as a whole",
+                f"{target.name} is {what} {enclosing.name}, which is kept or goes as a whole",
                 uri=target,
-                hint=f"its URI is {_shown(whole)}",
+                hint=f"its URI is {_shown(enclosing)}",
             )
     return None
 

@@ -170,9 +170,9 @@ def listed_by_copies(look: Look) -> frozenset[str] | None:
     (state,) = look.views.values()
     homes, paths = homes_of(state), set[str]()
     for name in unlogged_names(listed(look.storage, ""), look.views):
-        beside = drive(look_at_directory(name, look.views, look.root), look.storage)
-        if beside is not None and beside.manifest is None:
-            if beside.checkpoint is None:
+        unlogged = drive(look_at_directory(name, look.views, look.root), look.storage)
+        if unlogged is not None and unlogged.manifest is None:
+            if unlogged.checkpoint is None:
                 return None
             continue
         # look_at_directory takes a copy of a checkpoint of the log for the log's own: it lists no files.
@@ -304,7 +304,7 @@ class _Finder:
         keys = AttemptKeys(self._caps.shape, record.name, record.save_id)
         tree = attempt_tree(self._storage, record)
         age_s = self._age_s(tree, record.save_id)
-        fate = attempt_fate(
+        decision = attempt_fate(
             record,
             self._state,
             has_files=bool(tree.files),
@@ -319,9 +319,9 @@ class _Finder:
             tree.files,
             tree.size_bytes,
             age_s,
-            fate.fate,
-            fate.why,
-            may_live=fate.may_live,
+            decision.fate,
+            decision.why,
+            may_live=decision.may_live,
         )
 
     def deleted(self) -> Iterator[Found]:
@@ -619,7 +619,7 @@ def collect(
     if not before.going:
         return before
     options = {**options_of(run_uri), **(storage_options or {})}
-    told: list[str] = []
+    tidy_notes: list[str] = []
     with _looking(run_uri, storage_options) as look:
         has_log = bool(look.views)
         if has_log:
@@ -629,11 +629,11 @@ def collect(
         if not has_log:
             look.storage.remove_many([key for one in before.going for key in one.keys])
     if has_log:
-        told = _claim_and_tidy(before.uri, options, older_than_s)
+        tidy_notes = _claim_and_tidy(before.uri, options, older_than_s)
     after = look_for_debris(run_uri, older_than_s, storage_options)
     still = {(one.debris, one.uri) for one in after.going}
     removed = tuple(one for one in before.going if (one.debris, one.uri) not in still)
-    notes = tuple(dict.fromkeys([*before.notes, *told]))
+    notes = tuple(dict.fromkeys([*before.notes, *tidy_notes]))
     return Collected(before.uri, before.holding, before.found, removed, after.going, notes)
 
 
@@ -760,7 +760,7 @@ def _claim_and_tidy(uri: Uri, options: Mapping[str, Any], older_than_s: float) -
 
 def _tidy(run: Run, older_than_s: float) -> list[str]:
     """Remove what recovery left. Return a note for each removal that was refused."""
-    session, told = run.session, list[str]()
+    session, notes = run.session, list[str]()
     state = drive(catch_up(session.fold_from), session.storage)
     look = Look(run.uri, session.storage, {session.placement.mine.id: state})
     found = survey_debris(look, older_than_s).found
@@ -770,9 +770,9 @@ def _tidy(run: Run, older_than_s: float) -> list[str]:
         try:
             _remove(one, run)
         except (AccessError, UnsupportedError) as error:
-            told.append(f"{one.name} stays: {error.message}")
-    told += _sweep(run, found, older_than_s)
-    return told
+            notes.append(f"{one.name} stays: {error.message}")
+    notes += _sweep(run, found, older_than_s)
+    return notes
 
 
 def _remove(one: Found, run: Run) -> None:

@@ -117,8 +117,8 @@ class Compared:
     @property
     def changed(self) -> tuple[Difference, ...]:
         """The leaves that are known to differ."""
-        kept = (Change.SAME, Change.UNKNOWN)
-        return tuple(leaf for leaf in self.leaves if leaf.change not in kept)
+        not_changed = (Change.SAME, Change.UNKNOWN)
+        return tuple(leaf for leaf in self.leaves if leaf.change not in not_changed)
 
     @property
     def unknown(self) -> tuple[Difference, ...]:
@@ -239,11 +239,13 @@ def _by_digests(before: Contents, after: Contents, one: Difference) -> Differenc
     old, new = before.digests(one.before), after.digests(one.after)
     if old is None or new is None:
         return one
-    ours, theirs = _blocks(old), _blocks(new)
-    if ours.keys() != theirs.keys():
+    old_blocks, new_blocks = _blocks(old), _blocks(new)
+    if old_blocks.keys() != new_blocks.keys():
         # The shardings differ; or the pickles of an object differ, which may still have equal values.
         return one
-    changed = sum(size for at, (size, digest) in ours.items() if theirs[at] != (size, digest))
+    changed = sum(
+        size for at, (size, digest) in old_blocks.items() if new_blocks[at] != (size, digest)
+    )
     if changed and isinstance(one.before, ObjectLeaf):
         return one
     change = Change.BYTES if changed else Change.SAME
@@ -314,8 +316,8 @@ def _by_data(
     others = {d.key: d.after for d in pairs if isinstance(d.after, TensorLeaf)}
     ordered = [leaf for leaf in before.tensors if leaf.key in tensors]
     for batch in batches(ordered):
-        theirs = [replace(box, leaf=others[box.leaf.key]) for box in batch]
-        old, new = before.read(batch), after.read(theirs)
+        counterparts = [replace(box, leaf=others[box.leaf.key]) for box in batch]
+        old, new = before.read(batch), after.read(counterparts)
         for box, ours, other in zip(batch, old, new, strict=True):
             sums.setdefault(box.leaf.key, _Sums()).add(ours, other, norms=norms)
             meter.advance(2 * box.size_bytes)
@@ -332,12 +334,12 @@ def _by_data(
 
 
 def _decided(one: Difference, sums: _Sums, *, norms: bool) -> Difference:
-    told = sums.norms() if norms else None
+    tensor_norms = sums.norms() if norms else None
     if one.change is not Change.UNKNOWN:
-        return replace(one, norms=told)
+        return replace(one, norms=tensor_norms)
     change = Change.BYTES if sums.changed_bytes else Change.SAME
     basis, changed = Basis.DATA, sums.changed_bytes
-    return replace(one, change=change, basis=basis, changed_bytes=changed, norms=told)
+    return replace(one, change=change, basis=basis, changed_bytes=changed, norms=tensor_norms)
 
 
 def _same_object(before: Contents, old: ObjectLeaf, after: Contents, new: ObjectLeaf) -> bool:

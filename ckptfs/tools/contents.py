@@ -273,8 +273,8 @@ class LoadedContents(Contents):
             key = ".".join(str(part) for part in path) or file
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 self._tensors[key] = value
-                whole = (0,) * value.dim(), tuple(value.shape)
-                shard = Shard(*whole, file, 0, value.numel() * value.element_size())
+                extent = (0,) * value.dim(), tuple(value.shape)
+                shard = Shard(*extent, file, 0, value.numel() * value.element_size())
                 found[key] = TensorLeaf(key, value.dtype, tuple(value.shape), (shard,), path)
             else:
                 self._objects[key] = value
@@ -359,8 +359,8 @@ class SavedContents(Contents):
         if not math.prod(box.lengths):
             return []
         described: Any = self._metadata.state_dict_metadata[box.leaf.key]
-        asked = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
-        found = create_read_items_for_chunk_list(box.leaf.key, described, [asked])
+        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+        found = create_read_items_for_chunk_list(box.leaf.key, described, [chunk])
         pieces = [(item.dest_offsets, item.lengths) for item in found]
         if not fills(pieces, box.lengths):
             # The memory of the box is not initialised: an unfilled part would hold arbitrary values.

@@ -321,16 +321,16 @@ def compare_files(
 
 def _run_all(todo: Sequence[_Job], run: _Run, jobs: int) -> list[BadRange]:
     with ThreadPoolExecutor(jobs, thread_name_prefix="ckptfs-verify") as pool:
-        going: list[Future[list[BadRange]]] = [pool.submit(run, job) for job in todo]
+        futures: list[Future[list[BadRange]]] = [pool.submit(run, job) for job in todo]
         try:
-            wait(going, return_when=FIRST_EXCEPTION)
+            wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             # After the first failure, or Ctrl-C, no more jobs are begun.
             pool.shutdown(wait=True, cancel_futures=True)
-        failed = next((f for f in going if not f.cancelled() and f.exception()), None)
+        failed = next((f for f in futures if not f.cancelled() and f.exception()), None)
         if failed is not None:
             failed.result()
-        return [bad for future in going for bad in future.result()]
+        return [bad for future in futures for bad in future.result()]
 
 
 def _jobs_of(file: DeepFile, segment_bytes: int) -> Iterator[_Job]:

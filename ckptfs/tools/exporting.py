@@ -135,9 +135,9 @@ class Selection:
                 "there is nothing to export",
                 hint="no key fits the filter" if self.filters else "it holds no tensors",
             )
-        seen: dict[str, str] = {}
+        sources: dict[str, str] = {}
         for one in found:
-            other = seen.setdefault(one.key, one.leaf.key)
+            other = sources.setdefault(one.key, one.leaf.key)
             if other != one.leaf.key:
                 raise StateError(f"{other!r} and {one.leaf.key!r} would both be called {one.key!r}")
             if not one.key:
@@ -197,15 +197,15 @@ def _listed(node: object) -> object:
 
 def _stripped(path: Path, strip: str) -> Path:
     """Remove ``strip`` from the front of a path that begins with it when joined by dots."""
-    left, rest = list(path), strip
-    while rest and len(left) > 1:
+    left, remaining = list(path), strip
+    while remaining and len(left) > 1:
         first = str(left[0])
-        if not rest.startswith(f"{first}."):
+        if not remaining.startswith(f"{first}."):
             break
-        rest = rest[len(first) + 1 :]
+        remaining = remaining[len(first) + 1 :]
         left.pop(0)
-    if rest and left and str(left[0]).startswith(rest):
-        left[0] = str(left[0])[len(rest) :]
+    if remaining and left and str(left[0]).startswith(remaining):
+        left[0] = str(left[0])[len(remaining) :]
     return tuple(left)
 
 
@@ -293,12 +293,12 @@ def _boxes(leaf: TensorLeaf) -> Iterator[Box]:
     pieces = [(shard.offsets, shard.sizes) for shard in leaf.shards]
     if not fills(pieces, leaf.shape):
         raise untiled(leaf.key, pieces, leaf.shape)
-    seen: set[tuple[int, ...]] = set()
+    yielded: set[tuple[int, ...]] = set()
     window = _CHUNK_BYTES // leaf.dtype.itemsize
     for shard in leaf.shards:
-        if shard.offsets in seen:
+        if shard.offsets in yielded:
             continue  # each domain has a copy of what was replicated
-        seen.add(shard.offsets)
+        yielded.add(shard.offsets)
         if not math.prod(shard.sizes):
             yield Box(leaf, shard.offsets, shard.sizes)
             continue
@@ -423,8 +423,8 @@ def export(
     """
     kind, limit_bytes = ExportFormat(to), parse_size(max_shard_size)
     place = Uri.parse(target)
-    told = options_for(target, uri, storage_options, target_options)
-    options = {**options_of(target), **told}
+    given_options = options_for(target, uri, storage_options, target_options)
+    options = {**options_of(target), **given_options}
     reading = {**options_of(uri), **(storage_options or {})}
     refuse_place(Uri.parse(uri), place, reading, options)
     with open_contents(uri, storage_options, follow_links=follow_links) as opened:
@@ -557,26 +557,26 @@ def _in_place(
     """
     size = _PART_BYTES + mmap.PAGESIZE
     memory = itertools.cycle([aligned_memory(size) for _ in range(3)])
-    rest = memoryview(head)  # what fills no page begins the next part
-    if len(rest) >= mmap.PAGESIZE:
-        whole = len(rest) - len(rest) % mmap.PAGESIZE
-        yield rest[:whole]
-        rest = rest[whole:]
+    remainder = memoryview(head)  # what fills no page begins the next part
+    if len(remainder) >= mmap.PAGESIZE:
+        aligned_end = len(remainder) - len(remainder) % mmap.PAGESIZE
+        yield remainder[:aligned_end]
+        remainder = remainder[aligned_end:]
     leaves = [one.leaf for one in ordered if isinstance(one.leaf, TensorLeaf)]
     for batch in batches(leaves, _PART_BYTES):
         part = next(memory)
-        end = len(rest)
-        part[:end] = rest
+        end = len(remainder)
+        part[:end] = remainder
         into = []
         for box in batch:
             into.append(_tensor_in(part[end : end + box.size_bytes], box))
             end += box.size_bytes
         contents.read(batch, into)
         meter.advance(sum(box.size_bytes for box in batch))
-        whole = end - end % mmap.PAGESIZE
-        yield part[:whole]
-        rest = part[whole:end]
-    yield rest
+        aligned_end = end - end % mmap.PAGESIZE
+        yield part[:aligned_end]
+        remainder = part[aligned_end:end]
+    yield remainder
 
 
 def _tensor_in(view: memoryview, box: Box) -> torch.Tensor:
@@ -609,13 +609,13 @@ def _to_torch(  # noqa: PLR0917 - as for export
     ]
     with tempfile.TemporaryDirectory(prefix="ckptfs-export-", dir=scratch) as folder:
         memory = _Memory(f"{folder}/tensors" if scratch is not None else None, tensors)
-        whole = {one.key: memory.of(one) for one in tensors}
+        full_tensors = {one.key: memory.of(one) for one in tensors}
         for one, box, piece in _pieces(contents, tensors, meter):
-            narrowed(whole[one.key], box.offsets, box.lengths).copy_(piece)
-        values = {one.key: value for one, value in objects} | whole
-        whole_state = nested([(one.path, values[one.key]) for one in chosen])
+            narrowed(full_tensors[one.key], box.offsets, box.lengths).copy_(piece)
+        values = {one.key: value for one, value in objects} | full_tensors
+        state = nested([(one.path, values[one.key]) for one in chosen])
         try:
-            write_object(whole_state, target, options)
+            write_object(state, target, options)
         except RecursionError as error:
             raise StateError(
                 "an object in it is nested too deeply for torch.save",

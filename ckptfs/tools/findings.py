@@ -166,9 +166,9 @@ class Verified:
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the worst of ``verdicts``; UNKNOWN if there are none."""
-    told = set(verdicts)
+    present = set(verdicts)
     for verdict in (Verdict.DAMAGED, Verdict.UNKNOWN, Verdict.CLEAN):
-        if verdict in told:
+        if verdict in present:
             return verdict
     return Verdict.UNKNOWN
 

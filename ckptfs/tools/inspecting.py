@@ -182,9 +182,9 @@ def inspect(
         IntegrityError: The description differs from what was written.
         ManifestError: The description is damaged or too new.
     """
-    whole = whole_of_parts(uri, storage_options)
-    if whole is not None:
-        return _parts_of(whole, uri, storage_options)
+    seal = whole_of_parts(uri, storage_options)
+    if seal is not None:
+        return _parts_of(seal, uri, storage_options)
     with open_contents(uri, storage_options) as opened:
         leaves = tuple(matching(opened.contents.leaves.values(), filters))
         manifest = None if opened.found is None else opened.found.manifest
@@ -223,17 +223,17 @@ def values(
         CkptfsError: As for ``inspect``, and those of reading.
     """
     with open_contents(uri, storage_options) as opened:
-        told: dict[str, str] = {}
+        texts: dict[str, str] = {}
         chosen = list(matching(opened.contents.leaves.values(), filters))
         for leaf in chosen:
             if isinstance(leaf, ObjectLeaf) and leaf.size_bytes <= SMALL_BYTES:
-                told[leaf.key] = _object_text(opened.contents, leaf)
+                texts[leaf.key] = _object_text(opened.contents, leaf)
         small = [leaf for leaf in chosen if isinstance(leaf, TensorLeaf) and _is_small(leaf)]
         for leaf, tensor in zip(
             small, opened.contents.read([Box.all_of(leaf) for leaf in small]), strict=True
         ):
-            told[leaf.key] = _shortened(str(tensor.tolist()))
-        return told
+            texts[leaf.key] = _shortened(str(tensor.tolist()))
+        return texts
 
 
 def _is_small(leaf: TensorLeaf) -> bool:
@@ -367,11 +367,11 @@ def _parts_of(seal: Seal, uri: Any, storage_options: Mapping[str, Any] | None) -
     with looking_at(target.parent, {**options_of(uri), **(storage_options or {})}) as look:
         manifest = _manifest_of(seal, look.storage, target)
         for ref in seal.parts:
-            mine = _manifest_of(piece(seal, ref), look.storage, target / ref.name)
-            count = None if mine is None else len(mine.files)
-            size = None if mine is None else mine.size_bytes
-            told = (ref.domains, ref.hosts, count, size)
-            parts.append(PartSummary(ref.name, target / ref.name, ref.save_id, *told))
+            part_manifest = _manifest_of(piece(seal, ref), look.storage, target / ref.name)
+            count = None if part_manifest is None else len(part_manifest.files)
+            size = None if part_manifest is None else part_manifest.size_bytes
+            fields = (ref.domains, ref.hosts, count, size)
+            parts.append(PartSummary(ref.name, target / ref.name, ref.save_id, *fields))
     known = [part.size_bytes for part in parts if part.size_bytes is not None]
     files = [part.files for part in parts if part.files is not None]
     summary = Summary(

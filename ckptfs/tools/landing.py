@@ -140,8 +140,8 @@ def _components(uri: Uri) -> list[str]:
 
 def _endpoints(uri: Uri, options: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the endpoint options: buckets of the same name on two servers are two places."""
-    told = {**uri.options, **(options or {})}
-    return {key: str(value) for key, value in told.items() if "endpoint" in key}
+    merged = {**uri.options, **(options or {})}
+    return {key: str(value) for key, value in merged.items() if "endpoint" in key}
 
 
 # -- by what is there -----------------------------------------------------------------
@@ -166,10 +166,10 @@ def refuse_taken(
         StateError: What exists there is never overwritten.
         AlreadyExistsError: Something exists there, and ``overwrite`` is False.
     """
-    there = look(storage, target.name)
-    _refuse_checkpoints(storage, target, there)
-    reason = _reason(there, ours)
-    if there.is_something and not overwrite:
+    existing = look(storage, target.name)
+    _refuse_checkpoints(storage, target, existing)
+    reason = _reason(existing, ours)
+    if existing.is_something and not overwrite:
         hint = "another name" if reason else "another name, or --overwrite"
         raise AlreadyExistsError("something is there already", uri=target, hint=hint)
     if reason is not None:
@@ -178,7 +178,7 @@ def refuse_taken(
             uri=target,
             hint="export to another name, or remove by hand what may go",
         )
-    return there
+    return existing
 
 
 def look(storage: Storage, name: str) -> There:
@@ -216,8 +216,8 @@ def strangers(there: There, ours: re.Pattern[str]) -> list[str]:
     ]
 
 
-def _refuse_checkpoints(storage: Storage, target: Uri, there: There) -> None:
-    if {CONTROL, MANIFEST} & set(there.names):
+def _refuse_checkpoints(storage: Storage, target: Uri, existing: There) -> None:
+    if {CONTROL, MANIFEST} & set(existing.names):
         what = "that is a run, or a checkpoint of one: an export never overwrites it"
     elif _is_checkpoint(storage):
         what = "that is inside a checkpoint: an export is never written there"
@@ -234,15 +234,15 @@ def _is_checkpoint(parent: Storage) -> bool:
         return False  # the directory above the target may be forbidden or missing
 
 
-def _reason(there: There, ours: re.Pattern[str] | None) -> str | None:
+def _reason(existing: There, ours: re.Pattern[str] | None) -> str | None:
     """Return why an export must not replace what exists there; None if it may. Pure."""
-    if there.is_link:
+    if existing.is_link:
         return "a symbolic link is there"
     if ours is None:
-        return "a directory is there, and this format is one file" if there.is_dir else None
-    if there.is_file:
+        return "a directory is there, and this format is one file" if existing.is_dir else None
+    if existing.is_file:
         return "a file is there, and this format is a directory"
-    strange = strangers(there, ours)
+    strange = strangers(existing, ours)
     return f"no export of this format wrote {_listed(strange)}" if strange else None
 
 
@@ -311,12 +311,12 @@ def landing(
     """
     storage = open_storage(target.parent, storage_options)
     try:
-        there = refuse_taken(storage, target, ours=ours, overwrite=overwrite)
+        existing = refuse_taken(storage, target, ours=ours, overwrite=overwrite)
         if storage.capabilities.shape is Shape.FILESYSTEM:
-            with _beside(storage, target, ours, there) as made:
+            with _beside(storage, target, ours, existing) as made:
                 yield made
         else:
-            with _in_place(storage, target.name, there.names, markers) as made:
+            with _in_place(storage, target.name, existing.names, markers) as made:
                 yield made
     finally:
         storage.close()
@@ -324,49 +324,49 @@ def landing(
 
 @contextlib.contextmanager
 def _beside(
-    storage: Storage, target: Uri, ours: re.Pattern[str], there: There
+    storage: Storage, target: Uri, ours: re.Pattern[str], existing: There
 ) -> Iterator[Landing]:
     name, unique = target.name, next(fresh_ids())
     partial, old = f".{name}.partial-{unique}", f".{name}.replaced-{unique}"
-    aside: There | None = None
+    replaced: There | None = None
     storage.make_dir(partial)
     try:
         yield Landing(storage, f"{partial}/")
         storage.sync(partial)
-        if there.is_something:
+        if existing.is_something:
             storage.rename(name, old)
-            aside = _looked_again(storage, target, old, ours)
+            replaced = _looked_again(storage, target, old, ours)
         storage.rename(partial, name)
         storage.sync("")
     except BaseException:
         with contextlib.suppress(StorageError):
             storage.remove_tree(partial)
-        if there.is_something and not _exists(storage, name):
+        if existing.is_something and not _exists(storage, name):
             with contextlib.suppress(StorageError):
                 storage.rename(old, name)
         raise
-    if aside is not None:
-        _remove(storage, old, aside)
+    if replaced is not None:
+        _remove(storage, old, replaced)
 
 
 def _looked_again(storage: Storage, target: Uri, old: str, ours: re.Pattern[str]) -> There:
     """Return what was moved aside. StateError if it now has something that no export wrote."""
-    aside = look(storage, old)
-    strange = strangers(aside, ours)
-    if strange or not aside.is_dir:
+    replaced = look(storage, old)
+    strange = strangers(replaced, ours)
+    if strange or not replaced.is_dir:
         what = repr(strange[0]) if strange else "something else"
         raise StateError(
             f"{what} appeared during the export and was left in place",
             uri=target,
             hint="another name",
         )
-    return aside
+    return replaced
 
 
-def _remove(storage: Storage, old: str, aside: There) -> None:
+def _remove(storage: Storage, old: str, replaced: There) -> None:
     """Remove the old export by the names seen before; files that appeared later stay."""
     try:
-        storage.remove_many([f"{old}/{name}" for name in aside.names])
+        storage.remove_many([f"{old}/{name}" for name in replaced.names])
         storage.remove_dir(old)
     except StorageError as error:
         logger.warning("the old export stays as %s: %s", storage.uri(old), error)
@@ -384,13 +384,13 @@ def _exists(storage: Storage, key: str) -> bool:
 class _InPlace(Landing):
     """An export that writes files under their final names, each by one PUT.
 
-    old: the names of the older export. markers: see ``landing``. taken: the bytes of the old markers that
-    were removed. before: the ETag of each old file when its replacement began.
+    old: the names of the older export. markers: see ``landing``. removed_markers: the bytes of the old
+    markers that were removed. before: the ETag of each old file when its replacement began.
     """
 
     old: Sequence[str] = ()
     markers: Sequence[str] = ()
-    taken: dict[str, bytes] = field(default_factory=dict)
+    removed_markers: dict[str, bytes] = field(default_factory=dict)
     before: dict[str, str | None] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
@@ -403,9 +403,9 @@ class _InPlace(Landing):
 
     def _take_markers(self) -> None:
         for name in self.markers:
-            if name in self.old and name not in self.taken:
+            if name in self.old and name not in self.removed_markers:
                 key = f"{self.prefix}{name}"
-                self.taken[name] = read_limited(self.storage, key)
+                self.removed_markers[name] = read_limited(self.storage, key)
                 self.storage.remove_many([key])
 
     def undo(self, error: BaseException) -> None:
@@ -418,12 +418,12 @@ class _InPlace(Landing):
         # After a lost answer or Ctrl-C a PUT may still arrive, and two exports would be mixed.
         in_doubt = isinstance(error, AnswerLostError) or not isinstance(error, Exception)
         if not replaced and not in_doubt:
-            for name, data in self.taken.items():
+            for name, data in self.removed_markers.items():
                 self.storage.replace(f"{self.prefix}{name}", data)
 
     def _is_replaced(self, name: str) -> bool:
         """Whether an old file was replaced; True also if that cannot be known."""
-        if name in self.taken:
+        if name in self.removed_markers:
             return False
         before = self.before[name]
         return before is None or _etag(self.storage, f"{self.prefix}{name}") != before
@@ -438,14 +438,14 @@ def _etag(storage: Storage, key: str) -> str | None:
 
 @contextlib.contextmanager
 def _in_place(
-    storage: Storage, name: str, there: Sequence[str], markers: Sequence[str]
+    storage: Storage, name: str, old_names: Sequence[str], markers: Sequence[str]
 ) -> Iterator[Landing]:
-    made = _InPlace(storage, f"{name}/", old=there, markers=markers)
+    made = _InPlace(storage, f"{name}/", old=old_names, markers=markers)
     try:
         yield made
     except BaseException as error:
         with contextlib.suppress(StorageError):
             made.undo(error)
         raise
-    kept = set(made.written)
-    storage.remove_many([f"{name}/{n}" for n in there if f"{name}/{n}" not in kept])
+    written = set(made.written)
+    storage.remove_many([f"{name}/{n}" for n in old_names if f"{name}/{n}" not in written])

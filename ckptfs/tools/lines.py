@@ -106,13 +106,13 @@ def holding_of(views: Views) -> Holding:
     fence = newest.fence
     if fence.generation == GENESIS:
         return Holding(Hold.FREE)
-    told = (fence.generation.number, fence.host, fence.pid, fence.job)
+    holder = (fence.generation.number, fence.host, fence.pid, fence.job)
     held = [view for view in views.values() if view.generation == newest.generation]
     if all(view.released for view in held):
-        return Holding(Hold.FREE, *told)
+        return Holding(Hold.FREE, *holder)
     if fence.node == who_am_i(World.solo()).node and not alive_here(fence):
-        return Holding(Hold.GONE, *told)
-    return Holding(Hold.HELD, *told)
+        return Holding(Hold.GONE, *holder)
+    return Holding(Hold.HELD, *holder)
 
 
 _AT_ONCE = 16  # requests

@@ -297,7 +297,7 @@ def _attempt_state(look: Look, record: AttemptRecord, created_at: str | None) ->
             age = max(0.0, time.time() - tree.newest_s)
         with contextlib.suppress(AccessError, UnsupportedError):
             sending = is_sending(record.save_id, look.storage.unfinished_uploads())
-    fate = attempt_fate(
+    decision = attempt_fate(
         record,
         state,
         has_files=bool(tree.files),
@@ -305,21 +305,21 @@ def _attempt_state(look: Look, record: AttemptRecord, created_at: str | None) ->
         is_sending=sending,
         older_than_s=DAY_S,
     )
-    match fate.fate:
+    match decision.fate:
         case Fate.GOES:
-            why = "nothing was written to it for a day" if fate.may_live else fate.why
+            why = "nothing was written to it for a day" if decision.may_live else decision.why
             return State.ABANDONED, why
         case Fate.STAYS:
-            return State.ABANDONED, fate.why
+            return State.ABANDONED, decision.why
         case Fate.YOUNG:
             return State.SAVING, "nothing was written yet" if record.base is None else ""
 
 
 def _notes(look: Look) -> tuple[str, ...]:
     if look.views:
-        told = [gap(look)]
-        told += [_NEWER for view in look.views.values() if view.foreign]
-        return tuple(note for note in told if note)
+        notes = [gap(look)]
+        notes += [_NEWER for view in look.views.values() if view.foreign]
+        return tuple(note for note in notes if note)
     try:
         entries = look.storage.list(LOG)
     except NotFoundError:

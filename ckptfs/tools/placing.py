@@ -81,14 +81,14 @@ def look_into(storage: Storage, seen: Looked) -> None:
     except ManifestError as error:
         seen.add(Damage.METADATA, uri, error.message, _DO, path=path)
         return
-    told = None if metadata.storage_meta is None else metadata.storage_meta.save_id
-    if told not in (None, manifest.save_id):
-        what = f"it names save {told} instead of {manifest.save_id}"
+    named_save = None if metadata.storage_meta is None else metadata.storage_meta.save_id
+    if named_save not in (None, manifest.save_id):
+        what = f"it names save {named_save} instead of {manifest.save_id}"
         seen.add(Damage.METADATA, uri, what, _DO, path=path)
     sizes = {f.path: f.size_bytes for f in manifest.files}
     for what in _outside(_by_path(metadata), sizes):
         seen.add(Damage.METADATA, uri, what, _DO, path=path)
-    _look_at_chunks(seen, metadata, uri, path, is_whole=len(manifest.domains) <= 1)
+    _look_at_chunks(seen, metadata, uri, path, is_complete=len(manifest.domains) <= 1)
 
 
 def look_at_stock(storage: Storage, seen: Looked) -> None:
@@ -104,7 +104,7 @@ def look_at_stock(storage: Storage, seen: Looked) -> None:
     except ManifestError as error:
         seen.add(Damage.METADATA, uri, error.message, _DO, path=METADATA)
         return
-    _look_at_chunks(seen, metadata, uri, METADATA, is_whole=True)
+    _look_at_chunks(seen, metadata, uri, METADATA, is_complete=True)
     seen.sizes[METADATA] = storage.stat(found.metadata).size_bytes
     for path, ranges in sorted(places.items()):
         needed, keys = max(stop for _, stop, _ in ranges), tuple(key for _, _, key in ranges)
@@ -118,16 +118,16 @@ def look_at_stock(storage: Storage, seen: Looked) -> None:
         if size < needed:
             lost = keys_in(places, path, size, needed)
             what = f"it has {size} bytes, .metadata needs {needed}"
-            told = {"path": path, "start": size, "stop": needed, "tensors": lost}
-            seen.add(Damage.SIZE, where, what, _DO, **told)
+            details = {"path": path, "start": size, "stop": needed, "tensors": lost}
+            seen.add(Damage.SIZE, where, what, _DO, **details)
 
 
 def _look_at_chunks(
-    seen: Looked, metadata: Metadata, uri: Uri, path: str, *, is_whole: bool
+    result: Looked, metadata: Metadata, uri: Uri, path: str, *, is_complete: bool
 ) -> None:
     """Add a finding for each tensor with chunks that overlap or leave a gap: a load refuses it.
 
-    is_whole: whether all chunks are described here, and none in the ``.metadata`` of another domain.
+    is_complete: whether all chunks are described here, and none in the ``.metadata`` of another domain.
     """
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -136,9 +136,9 @@ def _look_at_chunks(
         if fills(pieces, tuple(entry.size)):
             continue
         held = sum(math.prod(lengths) for _, lengths in pieces)
-        if is_whole or held >= math.prod(entry.size):
+        if is_complete or held >= math.prod(entry.size):
             what = untiled(key, pieces, tuple(entry.size)).message
-            seen.add(Damage.METADATA, uri, what, _DO, path=path, tensors=(key,))
+            result.add(Damage.METADATA, uri, what, _DO, path=path, tensors=(key,))
 
 
 def _decoded(storage: Storage, found: Found) -> Metadata:

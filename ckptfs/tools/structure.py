@@ -54,10 +54,10 @@ def contradictions(seal: Seal, manifest: Manifest) -> list[str]:
         seal: The entry of the log.
         manifest: The manifest of the same save.
     """
-    whole, part = split_name(seal.name)
+    name, part = split_name(seal.name)
     pairs: dict[str, tuple[object, object]] = {
         "save": (seal.save_id, manifest.save_id),
-        "name": (part or whole, manifest.name),
+        "name": (part or name, manifest.name),
         "step": (seal.step, manifest.step),
         "domains": (set(seal.domains), {d.id for d in manifest.domains}),
     }
@@ -70,9 +70,9 @@ def contradictions(seal: Seal, manifest: Manifest) -> list[str]:
             "parts": (_ids(seal), _ids(manifest)),
         }
     return [
-        f"{what} {_shown(said)} in the log, {_shown(there)} in the manifest"
-        for what, (said, there) in pairs.items()
-        if said != there
+        f"{what} {_shown(logged)} in the log, {_shown(recorded)} in the manifest"
+        for what, (logged, recorded) in pairs.items()
+        if logged != recorded
     ]
 
 
@@ -312,12 +312,12 @@ def _look_at_sidecars(storage: Storage, result: Looked, at_once: int) -> None:
     if any(sidecar.digest is None for _, sidecar in pairs):
         result.notes.append(_UNBOUND)
     for (data, sidecar), answer in zip(pairs, _map(read, pairs, at_once), strict=True):
-        told, more = answer
-        if isinstance(told, FileDigests):
-            result.digests[data.path], result.proofs[data.path] = told, more
+        outcome, more = answer
+        if isinstance(outcome, FileDigests):
+            result.digests[data.path], result.proofs[data.path] = outcome, more
         else:
             uri = storage.uri(_key(result, sidecar))
-            result.add(Damage.SIDECAR, uri, told, more, path=sidecar.path)
+            result.add(Damage.SIDECAR, uri, outcome, more, path=sidecar.path)
 
 
 def _look_at_small(storage: Storage, result: Looked, manifest: Manifest) -> None:

@@ -250,17 +250,17 @@ def _one(at: Callable[[Uri], Storage], target: Uri) -> Aim:
 
 def _of_part(storage: Storage, target: Uri) -> Aim:
     run, step = _complete_log(_sight(storage)), target.parent.name
-    whole = live_of(step, run.views, target) if step else None
-    if whole is None:
+    checkpoint_seal = live_of(step, run.views, target) if step else None
+    if checkpoint_seal is None:
         return Aim(storage, run.views, run.domain)
-    seal, _ = part_of(whole, target.name, target)
+    seal, _ = part_of(checkpoint_seal, target.name, target)
     only = Target(target, part_name(step, target.name), seal)
     return Aim(storage, run.views, run.domain, (only,), (), run.findings, run.notes)
 
 
 def _with_parts(uri: Uri, seal: Seal) -> list[Target]:
-    whole = Target(uri, seal.name, seal)
-    return [whole, *(_part(uri, seal, ref) for ref in seal.parts)]
+    checkpoint = Target(uri, seal.name, seal)
+    return [checkpoint, *(_part(uri, seal, ref) for ref in seal.parts)]
 
 
 def _part(uri: Uri, seal: Seal, ref: PartRef) -> Target:
@@ -350,8 +350,8 @@ def verify(
             if deep:
                 expected_bytes += sum(f.size_bytes for s in result for f in one.deep_files(s))
                 meter.expect(expected_bytes)
-            told = ((s, one.compare(s)) if deep else (s, None) for s in result)
-            checkpoints += [_checked(s, compared) for s, compared in told if s.is_live]
+            comparisons = ((s, one.compare(s)) if deep else (s, None) for s in result)
+            checkpoints += [_checked(s, compared) for s, compared in comparisons if s.is_live]
             checkpoints += [_doubted(doubt) for doubt in aim.doubts]
             findings += aim.findings
             notes += aim.notes
@@ -425,12 +425,12 @@ class _Pass:
             result.is_live = False
             return ()
         self.compared.update(done)
-        mine = tuple(self.compared[f.key] for f in files)
-        for bad in (bad for one in mine for bad in one.bad):
+        outcomes = tuple(self.compared[f.key] for f in files)
+        for bad in (bad for one in outcomes for bad in one.bad):
             result.findings.append(self._finding(result, bad))
         self._tell_uncompared(result, files)
         self._name_tensors(result)
-        return mine
+        return outcomes
 
     def _finding(self, result: Looked, bad: BadRange) -> Finding:
         uri = self.aim.storage.uri(bad.file.key)
@@ -446,14 +446,16 @@ class _Pass:
         if result.found is not None and result.manifest is None:
             result.unchecked.append("no digests: only sizes could be compared")
             return
-        told = {f.path for f in result.findings} | {f.path for f in files}
+        covered = {f.path for f in result.findings} | {f.path for f in files}
         sidecars = {f.digests for f in result.files if f.digests is not None}
-        bare = [
-            f for f in result.files if f.path in result.sizes and not _is_told(f, told, sidecars)
+        uncompared = [
+            f for f in result.files if f.path in result.sizes and not _is_told(f, covered, sidecars)
         ]
         # A damaged or missing sidecar has a finding already.
         own = [
-            f for f in bare if f.path.startswith(f"{_save_id(result)}/") and f.digests not in told
+            f
+            for f in uncompared
+            if f.path.startswith(f"{_save_id(result)}/") and f.digests not in covered
         ]
         # An empty sidecar counts as missing: readers refuse the file.
         own += [
@@ -469,9 +471,9 @@ class _Pass:
                 )
                 what = f"it has no digests: none of its {size} bytes could be compared"
                 result.add(Damage.SIDECAR, uri, what, _NO_DIGESTS, path=record.path)
-        bare = [f for f in bare if not f.path.startswith(f"{_save_id(result)}/")]
-        if bare:
-            count = f"{len(bare)} files" if len(bare) > 1 else bare[0].path
+        uncompared = [f for f in uncompared if not f.path.startswith(f"{_save_id(result)}/")]
+        if uncompared:
+            count = f"{len(uncompared)} files" if len(uncompared) > 1 else uncompared[0].path
             result.unchecked.append(f"{count} without digests: only sizes could be compared")
 
     def _look_at_stock(self, result: Looked) -> None:

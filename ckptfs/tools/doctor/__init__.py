@@ -220,17 +220,17 @@ def _agreed(control: Control, label: str, act: Callable[[], T]) -> T:
     If it failed on every rank, the first rank's error is raised unchanged; if it failed on some, a
     CollectiveError is raised on all.
     """
-    kept: list[T] = []
+    results: list[T] = []
 
     def local() -> CkptfsError | None:
         try:
-            kept.append(act())
+            results.append(act())
         except CkptfsError as error:
             return error
         return None
 
     control.step(label, local, lambda answers: _raise_any(control, label, answers))
-    return kept[0]
+    return results[0]
 
 
 def _raise_any(control: Control, label: str, errors: Sequence[CkptfsError | None]) -> None:
@@ -254,7 +254,7 @@ def _findings(session: Session) -> list[Finding]:
     session.access = control.step(
         "doctor.access", lambda: access.look_at_access(scratch, control.rank)
     )
-    if all(access.is_shut(seen) for seen in session.access):
+    if all(access.is_shut(refusals) for refusals in session.access):
         raise _shut(session)
     session.is_writable = access.may_write(session.access)
     if session.is_writable:
@@ -270,7 +270,7 @@ def _findings(session: Session) -> list[Finding]:
 
 def _shut(session: Session) -> AccessError:
     """Return the error if neither reading nor writing is permitted; the same on every rank."""
-    first = next(r for seen in session.access for r in seen.values() if r is not None)
+    first = next(r for refusals in session.access for r in refusals.values() if r is not None)
     return AccessError(
         f"neither reading nor writing is permitted: {first.text}",
         uri=session.uri,

@@ -86,8 +86,8 @@ def _how_to_look(protocol: str) -> str:
 def judge_rules(answers: Rules | None, how_to_look: str) -> Findings:
     """Return the findings on the rules. how_to_look: advice if the client cannot read them."""
     if answers is None:
-        told = "this client cannot ask"
-        return tuple(Finding(n, _THEME, Verdict.UNKNOWN, told, "", how_to_look) for n in _NAMES)
+        text = "this client cannot ask"
+        return tuple(Finding(n, _THEME, Verdict.UNKNOWN, text, "", how_to_look) for n in _NAMES)
     return (_versioning(answers), _lock(answers), *_lifecycle(answers))
 
 
@@ -96,8 +96,8 @@ def _unknown(name: str, refusal: Refusal) -> Finding:
         Why.ACCESS: "not permitted to look",
         Why.UNSUPPORTED: "the server does not tell",
     }.get(refusal.why, "could not look")
-    told = f"{why}: {refusal.text}"
-    return Finding(name, _THEME, Verdict.UNKNOWN, told, "", refusal.hint)
+    text = f"{why}: {refusal.text}"
+    return Finding(name, _THEME, Verdict.UNKNOWN, text, "", refusal.hint)
 
 
 def _rules(answers: Rules) -> tuple[Rule, ...]:
@@ -116,15 +116,15 @@ def _versioning(answers: Rules) -> Finding:
     if found is Versioning.OFF:
         return Finding(name, _THEME, Verdict.OK, "off: what is deleted is gone")
     if found is Versioning.SUSPENDED:
-        told = "suspended: older versions may still be kept and paid for"
-        return Finding(name, _THEME, Verdict.OK, told)
-    kept = [
+        text = "suspended: older versions may still be kept and paid for"
+        return Finding(name, _THEME, Verdict.OK, text)
+    expiring = [
         r for r in _rules(answers) if r.versions_days is not None and _for_us(r, answers.prefix)
     ]
-    if kept:
-        days = min(r.versions_days or 0 for r in kept)
-        told = f"on; noncurrent versions expire after {days:.0f} days"
-        return Finding(name, _THEME, Verdict.OK, told)
+    if expiring:
+        days = min(r.versions_days or 0 for r in expiring)
+        text = f"on; noncurrent versions expire after {days:.0f} days"
+        return Finding(name, _THEME, Verdict.OK, text)
     return Finding(
         name,
         _THEME,
@@ -206,8 +206,8 @@ def _uploads(ours: list[Rule]) -> Finding:
     days = min(aborting)
     if days < _SHORT_DAYS:
         meaning = "an upload that is under way may be aborted"
-        told = f"unfinished uploads are aborted after {days:.0f} days"
-        return Finding(name, _THEME, Verdict.WARN, told, meaning, "leave them at least a day")
+        text = f"unfinished uploads are aborted after {days:.0f} days"
+        return Finding(name, _THEME, Verdict.WARN, text, meaning, "leave them at least a day")
     return Finding(
         name, _THEME, Verdict.OK, f"unfinished uploads are aborted after {days:.0f} days"
     )

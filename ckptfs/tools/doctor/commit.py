@@ -173,8 +173,8 @@ def _judge_race(name: str, reports: Sequence[_Race], groups: Sequence[Sequence[i
             "may show who breaks it",
             data,
         )
-    told = f"one of {racers} writers won each of {many(rounds, 'race')}, and all read its bytes"
-    return Finding(name, _THEME, Verdict.OK, told, data=data)
+    text = f"one of {racers} writers won each of {many(rounds, 'race')}, and all read its bytes"
+    return Finding(name, _THEME, Verdict.OK, text, data=data)
 
 
 def _read(held: set[str]) -> str:
@@ -269,27 +269,27 @@ class _Sightings:
 
 def _watched(look: Callable[[_Looks], None], act: Callable[[_Looks], int]) -> _Sightings:
     """Run ``act`` while another thread repeats ``look``; return the counts of both."""
-    seen, failed = _Looks(), list[CkptfsError]()
+    counts, failed = _Looks(), list[CkptfsError]()
 
     def watch() -> None:
         try:
-            while not seen.done.is_set():
-                look(seen)
-                seen.looks += 1
+            while not counts.done.is_set():
+                look(counts)
+                counts.looks += 1
         except CkptfsError as error:
             failed.append(error)
-            seen.done.set()
+            counts.done.set()
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        times = act(seen)
+        times = act(counts)
     finally:
-        seen.done.set()
+        counts.done.set()
         thread.join()
     if failed:
         raise ReadFailedError(failed[0])
-    return _Sightings(times, seen.looks, seen.missing, seen.torn)
+    return _Sightings(times, counts.looks, counts.missing, counts.torn)
 
 
 def _look_at_replace(storage: Storage, rank: int, settings: Settings) -> _Sightings:
@@ -308,9 +308,9 @@ def _look_at_replace(storage: Storage, rank: int, settings: Settings) -> _Sighti
     def act(reader: _Looks) -> int:
         begun_s, times = clock.now_s(), 1
         while True:
-            taken_s = clock.now_s() - begun_s
-            long_enough = taken_s >= settings.replace_s and reader.looks >= FEW_LOOKS
-            ended = reader.done.is_set() or taken_s >= settings.patience_s or times >= _MOST
+            elapsed_s = clock.now_s() - begun_s
+            long_enough = elapsed_s >= settings.replace_s and reader.looks >= FEW_LOOKS
+            ended = reader.done.is_set() or elapsed_s >= settings.patience_s or times >= _MOST
             if times >= settings.replaces and (long_enough or ended):
                 return times
             storage.replace(key, _FILE % ((times,) * _REPEATS))

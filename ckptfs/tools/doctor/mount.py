@@ -80,12 +80,12 @@ class FreeSpace:
 
 def measure_free_space(session: Session) -> list[FreeSpace]:
     """Return the free space by rank, with writes that failed for lack of space. Collective."""
-    told = session.control.step("doctor.room", lambda: _room(session.run))
+    spaces = session.control.step("doctor.room", lambda: _room(session.run))
     full = [
         next((r for r in s.values() if r is not None and r.why is Why.NO_SPACE), None)
         for s in session.access
     ]
-    return [replace(t, full=t.full or f) for t, f in zip(told, full, strict=True)]
+    return [replace(t, full=t.full or f) for t, f in zip(spaces, full, strict=True)]
 
 
 def _room(storage: Storage) -> FreeSpace:
@@ -110,26 +110,26 @@ def judge_space(
 ) -> Finding:
     """Return the finding on free space. The rank with the least space decides."""
     name, theme = "free-space", Theme.SPACE
-    full = {rank: room.full for rank, room in enumerate(answers) if room.full is not None}
+    full = {rank: space.full for rank, space in enumerate(answers) if space.full is not None}
     meaning = "the next save fails; what was committed stays"
     if full:
         first = next(iter(full.values()))
         text = f"{on_ranks(worlds, full)}{first.text}"
         return Finding(name, theme, Verdict.FAIL, text, meaning, "free space, or ask for quota")
-    told = {
-        rank: room.free_bytes for rank, room in enumerate(answers) if room.free_bytes is not None
+    known = {
+        rank: space.free_bytes for rank, space in enumerate(answers) if space.free_bytes is not None
     }
-    if not told:
-        seen_text = (
+    if not known:
+        unknown = (
             "the place does not tell"
             if needs_bytes is None
             else (f"the place does not tell whether {size_text(needs_bytes)} fit")
         )
         return Finding(
-            name, theme, Verdict.UNKNOWN, seen_text, "", "look at the bucket's quota, if it has one"
+            name, theme, Verdict.UNKNOWN, unknown, "", "look at the bucket's quota, if it has one"
         )
-    least = min(told, key=lambda rank: told[rank])
-    free, where = told[least], on_ranks(worlds, [least] if len(set(told.values())) > 1 else told)
+    least = min(known, key=lambda rank: known[rank])
+    free, where = known[least], on_ranks(worlds, [least] if len(set(known.values())) > 1 else known)
     data = {"free_bytes": free, "needs_bytes": needs_bytes}
     text = f"{where}{size_text(free)} free"
     if needs_bytes is not None and free < needs_bytes:
@@ -153,13 +153,15 @@ def inodes(session: Session) -> Findings:
 
 def judge_inodes(worlds: Sequence[World], answers: Sequence[FreeSpace]) -> Findings:
     """Return a warning if few inodes are left, a failure if almost none are, whatever the space."""
-    told = {
-        rank: room.free_inodes for rank, room in enumerate(answers) if room.free_inodes is not None
+    known = {
+        rank: space.free_inodes
+        for rank, space in enumerate(answers)
+        if space.free_inodes is not None
     }
-    if not told:
+    if not known:
         return ()
-    least = min(told, key=lambda rank: told[rank])
-    free = told[least]
+    least = min(known, key=lambda rank: known[rank])
+    free = known[least]
     verdict = (
         Verdict.FAIL if free < _NO_INODES else Verdict.WARN if free < _FEW_INODES else Verdict.OK
     )
@@ -194,9 +196,9 @@ def judge_quota(mounts: Sequence[Mount | None]) -> Findings:
     if mount.kind in _WITHOUT_QUOTA or (mount.kind in _WITH_QUOTA_OPTIONS and not on):
         return (Finding(name, theme, Verdict.OK, f"{mount.kind} mounted without quotas"),)
     tool = _QUOTA_TOOLS.get(mount.kind, "quota -s")
-    told = f"{mount.kind} mounted with {', '.join(on)}" if on else f"{mount.kind} does not tell"
+    text = f"{mount.kind} mounted with {', '.join(on)}" if on else f"{mount.kind} does not tell"
     meaning = "free space may be more than this user is allowed"
-    return (Finding(name, theme, Verdict.UNKNOWN, told, meaning, f"look with `{tool}`"),)
+    return (Finding(name, theme, Verdict.UNKNOWN, text, meaning, f"look with `{tool}`"),)
 
 
 # -- the mount -------------------------------------------------------------------------------
@@ -256,11 +258,11 @@ def mount(session: Session) -> Findings:
 
 def judge_mount(worlds: Sequence[World], mounts: Sequence[Mount | None]) -> Findings:
     """Return a finding with the mount's type; a warning for bad options and temporary places."""
-    told = [mount for mount in mounts if mount is not None]
-    if not told:
+    known = [mount for mount in mounts if mount is not None]
+    if not known:
         return ()
     kinds = {rank: mount.kind for rank, mount in enumerate(mounts) if mount is not None}
-    first = told[0]
+    first = known[0]
     shown = [o for o in first.options if _SHOWN_OPTIONS.fullmatch(o.partition("=")[0])]
     text = f"{first.kind} at {first.at}"
     if first.kind in _NETWORK or first.kind.startswith("fuse"):
@@ -269,7 +271,7 @@ def judge_mount(worlds: Sequence[World], mounts: Sequence[Mount | None]) -> Find
     if len(set(kinds.values())) > 1:
         odd = next(rank for rank in kinds if kinds[rank] != first.kind)
         text += f"; {kinds[odd]} on rank {odd}, {worlds[odd].site}"
-    notes = [note for mount in told for note in _notes(mount)]
+    notes = [note for mount in known for note in _notes(mount)]
     if notes:
         meaning, advice = notes[0]
         return (Finding("mount", Theme.MOUNT, Verdict.WARN, text, meaning, advice, data),)

@@ -424,7 +424,7 @@ class Session:
             (Need.CLIENT, self.client is not None and not self.is_mounted),
             (Need.BUCKET, bucket or _client_of(self.run) is not None),
         )
-        return all(there or need not in needs for need, there in offered)
+        return all(is_offered or need not in needs for need, is_offered in offered)
 
     def learn(self) -> None:
         """Probe, on each rank, what the storage can do, and who shares it. Collective.
@@ -508,7 +508,7 @@ def _without_leftovers(scratch: ScratchDirectory, wall_s: float) -> dict[str, Re
 def _judge_leftovers(
     _: Sequence[World], answers: Sequence[dict[str, Refusal | None]]
 ) -> tuple[Finding, ...]:
-    found = {name: refusal for told in answers for name, refusal in told.items()}
+    found = {name: refusal for removals in answers for name, refusal in removals.items()}
     stay = sorted(name for name, refusal in found.items() if refusal is not None)
     if stay:
         return (
@@ -524,8 +524,8 @@ def _judge_leftovers(
         )
     if not found:
         return ()
-    told = f"removed what {many(len(found), 'killed doctor')} left: {', '.join(sorted(found))}"
-    return (Finding("leftovers", Theme.ACCESS, Verdict.OK, told, data={"removed": sorted(found)}),)
+    text = f"removed what {many(len(found), 'killed doctor')} left: {', '.join(sorted(found))}"
+    return (Finding("leftovers", Theme.ACCESS, Verdict.OK, text, data={"removed": sorted(found)}),)
 
 
 @check(Need.WRITE)

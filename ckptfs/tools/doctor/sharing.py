@@ -66,7 +66,7 @@ def _judge_domains(
                 found.hint or "see the visibility below",
             ),
         )
-    told = [f"{hosts(worlds, d.nodes)} ({many(len(d.ranks), 'rank')})" for d in found]
+    texts = [f"{hosts(worlds, d.nodes)} ({many(len(d.ranks), 'rank')})" for d in found]
     data = {"domains": [{"ranks": list(d.ranks), "nodes": list(d.nodes)} for d in found]}
     shared = next((d for d in found if len(d.nodes) > 1), None)
     if expect is Expect.SHARED and len(found) > 1:
@@ -75,7 +75,7 @@ def _judge_domains(
                 name,
                 _THEME,
                 Verdict.FAIL,
-                f"said to be shared, and is not: {'; '.join(told)} see different bytes",
+                f"said to be shared, and is not: {'; '.join(texts)} see different bytes",
                 "each node would write its part to a disk of its own; another node, or the same job "
                 "elsewhere, restores nothing",
                 "mount the shared filesystem on every node at this path, or save with --expect node",
@@ -95,13 +95,13 @@ def _judge_domains(
             ),
         )
     if expect is not None and nodes == 1:
-        seen = f"{many(len(worlds), 'rank')} of one node took part"
+        text = f"{many(len(worlds), 'rank')} of one node took part"
         meaning = f"whether nodes share it was not shown (--expect {expect.value})"
         advice = "start it on every node, as the job is: torchrun ... --no-python ckptfs doctor ..."
-        return (Finding(name, _THEME, Verdict.UNKNOWN, seen, meaning, advice, data),)
+        return (Finding(name, _THEME, Verdict.UNKNOWN, text, meaning, advice, data),)
     if len(found) == 1:
-        seen = f"one: {told[0]}" if nodes == 1 else f"one: {told[0]} see the same bytes"
-        return (Finding(name, _THEME, Verdict.OK, seen, data=data),)
+        text = f"one: {texts[0]}" if nodes == 1 else f"one: {texts[0]} see the same bytes"
+        return (Finding(name, _THEME, Verdict.OK, text, data=data),)
     meaning = (
         "every node keeps its own part of a checkpoint: a restart must come back to these nodes"
     )
@@ -110,7 +110,7 @@ def _judge_domains(
             name,
             _THEME,
             Verdict.OK,
-            f"{len(found)}: {'; '.join(told)}",
+            f"{len(found)}: {'; '.join(texts)}",
             meaning,
             "keep copies on a shared place (copies=) if a node may be lost",
             data,
@@ -131,8 +131,8 @@ def shared_directory(session: Session) -> Findings:
         refusal = Refusal.of(error)
         meaning = "ensure_dir, and every save, would fail here the same way"
         return (Finding(name, _THEME, Verdict.FAIL, refusal.text, meaning, refusal.hint),)
-    seen = f"made by one, seen by {many(len(session.worlds), 'rank')}"
-    return (Finding(name, _THEME, Verdict.OK, seen),)
+    text = f"made by one, seen by {many(len(session.worlds), 'rank')}"
+    return (Finding(name, _THEME, Verdict.OK, text),)
 
 
 # -- visibility ------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ def visibility_delay(session: Session) -> Findings:
     # If it is not known who shares the place, all ranks watch each other, so that the numbers show it.
     everybody = [tuple(range(control.size))]
     groups = everybody if isinstance(session.placement, Refusal) else session.groups
-    mine = next(group for group in groups if session.rank in group)
-    writers = sorted({mine[0], mine[-1]})
+    own_group = next(group for group in groups if session.rank in group)
+    writers = sorted({own_group[0], own_group[-1]})
     plain: list[_Arrivals] = []
     if len({world.node for world in control.worlds}) > 1:
         plain = _arrivals(session, writers, "plain", _PLAIN_S)
@@ -207,18 +207,18 @@ class _Watcher:
     def watch(self, writers: Iterable[int], patience_s: float) -> _Arrivals:
         """Look until all writers' files exist, or ``patience_s`` is over."""
         begun_s, wait_s = self._clock.now_s(), _FIRST_WAIT_S
-        seen: dict[int, float | None] = dict.fromkeys(writers)
+        arrived_s: dict[int, float | None] = dict.fromkeys(writers)
         try:
             while True:
-                for rank in [rank for rank, at in seen.items() if at is None]:
+                for rank in [rank for rank, at in arrived_s.items() if at is None]:
                     if self._is_present(rank):
-                        seen[rank] = self._clock.now_s() - begun_s
-                if None not in seen.values() or self._clock.now_s() - begun_s >= patience_s:
-                    return _Arrivals(seen)
+                        arrived_s[rank] = self._clock.now_s() - begun_s
+                if None not in arrived_s.values() or self._clock.now_s() - begun_s >= patience_s:
+                    return _Arrivals(arrived_s)
                 self._clock.wait(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         except StorageError as error:
-            return _Arrivals(seen, Refusal.of(error))
+            return _Arrivals(arrived_s, Refusal.of(error))
 
     def _is_present(self, rank: int) -> bool:
         try:
@@ -256,14 +256,14 @@ def _judge_visibility(
     who = f"rank {reader} on {worlds[reader].site} saw rank {writer}'s write"
     if never:
         who = f"rank {never[0][0]} on {worlds[never[0][0]].site} did not see rank {never[0][1]}'s write"
-    seen = f"{who} {'in' if never else 'after'} {seconds(most_s)}"
+    delay_text = f"{who} {'in' if never else 'after'} {seconds(most_s)}"
     if most_s > _DEAD_S:
         return (
             Finding(
                 name,
                 _THEME,
                 Verdict.FAIL,
-                seen,
+                delay_text,
                 f"beyond {_DEAD_S:.0f} s a living job looks dead to the next one, and is taken over",
                 "mount without attribute caching (actimeo=1, noac), or use another place",
                 data,
@@ -275,7 +275,7 @@ def _judge_visibility(
                 name,
                 _THEME,
                 Verdict.WARN,
-                seen,
+                delay_text,
                 "saves and restores wait this long between nodes; calls on directories give up after "
                 f"{_LATE_S:.0f} s",
                 "shorten the mount's caching (actimeo=1, lookupcache=positive)",
@@ -285,8 +285,8 @@ def _judge_visibility(
     meaning = ""
     if data["stale_plain_looks"]:
         meaning = "programs that do not look afresh, as ckptfs does, see new files late: absence is cached"
-    told = f"at most {seconds(most_s)} from write to read, {many(len(worlds), 'rank')}"
-    return (Finding(name, _THEME, Verdict.OK, told, meaning, data=data),)
+    summary = f"at most {seconds(most_s)} from write to read, {many(len(worlds), 'rank')}"
+    return (Finding(name, _THEME, Verdict.OK, summary, meaning, data=data),)
 
 
 def _stale(plain: Sequence[_Arrivals]) -> int:
@@ -312,15 +312,15 @@ def clocks(session: Session) -> Findings:
     called_s = clock.wall_s()
     control.step("doctor.clock.meet", lambda: None, lambda _: None)
     # Every rank reads its clock after rank 0 called the step above and before it leaves this one.
-    told_s = control.step("doctor.clock.read", clock.wall_s)
+    times_s = control.step("doctor.clock.read", clock.wall_s)
     bounds_s = control.step(
         "doctor.clock.bounds", lambda: (called_s, clock.wall_s()), lambda answers: answers[0]
     )
 
     def look() -> Clocks:
-        mine_s = told_s[control.rank]
+        own_s = times_s[control.rank]
         place_s, source = _place_clock(session.storage, session.client, clock, control.rank)
-        return Clocks(place_s, (mine_s - bounds_s[1], mine_s - bounds_s[0]), source)
+        return Clocks(place_s, (own_s - bounds_s[1], own_s - bounds_s[0]), source)
 
     return session.step("clock-storage", Theme.SHARING, look, judge_clocks)
 
@@ -341,11 +341,11 @@ def _place_clock(
         after_s = clock.wall_s()
         changed_s = os.stat(path).st_mtime
         return (changed_s - after_s, changed_s - before_s), "time of a file"
-    told_s = None if client is None else _server_date(client.endpoint)
-    if told_s is None:
+    server_s = None if client is None else _server_date(client.endpoint)
+    if server_s is None:
         return None, ""
     # The header has whole seconds: the server's clock was somewhere within that second.
-    return (told_s - clock.wall_s(), told_s + 1 - before_s), "Date of the server"
+    return (server_s - clock.wall_s(), server_s + 1 - before_s), "Date of the server"
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
@@ -362,14 +362,14 @@ def _server_date(endpoint: str) -> float | None:
     try:
         opener = urllib.request.build_opener(_Stay)
         with opener.open(request, timeout=_DATE_TIMEOUT_S) as answer:
-            told = answer.headers.get("Date")
+            date = answer.headers.get("Date")
     except urllib.error.HTTPError as error:
-        told = error.headers.get("Date")  # a refusal has a Date too
+        date = error.headers.get("Date")  # a refusal has a Date too
         error.close()
     except (OSError, ValueError):
         return None
     try:
-        return None if told is None else parsedate_to_datetime(told).timestamp()
+        return None if date is None else parsedate_to_datetime(date).timestamp()
     except ValueError:
         return None
 
@@ -382,12 +382,12 @@ def judge_clocks(worlds: Sequence[World], answers: Sequence[Clocks]) -> Findings
         rank = max(skews, key=lambda r: abs(skews[r]))
         who = f"rank {rank} on {worlds[rank].site} against rank 0"
         found.append(_skew("clock-ranks", skews[rank], who, max(_slack(s.rank_s) for s in answers)))
-    told = {rank: s for rank, s in enumerate(answers) if s.place_s is not None}
-    if not told:
-        nobody = "the place does not tell its time"
-        return (*found, Finding("clock-storage", _THEME, Verdict.UNKNOWN, nobody))
-    rank = max(told, key=lambda r: abs(_least(told[r].place_s)))
-    worst = told[rank]
+    measured = {rank: s for rank, s in enumerate(answers) if s.place_s is not None}
+    if not measured:
+        text = "the place does not tell its time"
+        return (*found, Finding("clock-storage", _THEME, Verdict.UNKNOWN, text))
+    rank = max(measured, key=lambda r: abs(_least(measured[r].place_s)))
+    worst = measured[rank]
     who = f"{worst.source} against {worlds[rank].site}"
     found.append(_skew("clock-storage", _least(worst.place_s), who, _slack(worst.place_s)))
     return tuple(found)
@@ -407,10 +407,10 @@ def _slack(bounds: tuple[float, float] | None) -> float:
 def _skew(name: str, off_s: float, who: str, slack_s: float) -> Finding:
     data = {"offset_s": off_s, "uncertainty_s": slack_s}
     if abs(off_s) <= _SKEW_WARN_S:
-        told = (
+        text = (
             f"{who}: {'none' if abs(off_s) < 1 else seconds(abs(off_s))}, within {seconds(slack_s)}"
         )
-        return Finding(name, _THEME, Verdict.OK, told, data=data)
+        return Finding(name, _THEME, Verdict.OK, text, data=data)
     ahead = "ahead" if off_s > 0 else "behind"
     return Finding(
         name,

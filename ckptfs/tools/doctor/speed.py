@@ -52,12 +52,12 @@ def latency(session: Session) -> Findings:
 def _look_at_latency(storage: Storage, rank: int) -> Latency:
     """Write a few small files durably, and stat and read each."""
     base = f"small/{rank}"
-    taken: dict[str, list[float]] = {"write": [], "stat": [], "read": []}
+    times_s: dict[str, list[float]] = {"write": [], "stat": [], "read": []}
 
     def timed(what: str, act: Callable[[], object]) -> None:
         begun_s = time.perf_counter()
         act()
-        taken[what].append(time.perf_counter() - begun_s)
+        times_s[what].append(time.perf_counter() - begun_s)
 
     try:
         storage.make_dir(base)
@@ -67,23 +67,23 @@ def _look_at_latency(storage: Storage, rank: int) -> Latency:
             timed("stat", partial(storage.stat, key))
             timed("read", partial(storage.read, key))
     except StorageError as error:
-        if len(taken["write"]) > len(taken["read"]):
+        if len(times_s["write"]) > len(times_s["read"]):
             raise ReadFailedError(error) from error
         raise
-    return taken
+    return times_s
 
 
 def judge_latency(_: Sequence[World], answers: Sequence[Latency]) -> Findings:
     """Return the finding on latency; a warning only if commits would be extremely slow."""
     name = "latency"
-    told, data, worst_s = [], {}, 0.0
+    texts, data, worst_s = [], {}, 0.0
     for what in answers[0]:
         times = [t for s in answers for t in s[what]]
         middle_s, most_s = median(times), max(times)
-        told.append(f"{what} {seconds(middle_s)} (at most {seconds(most_s)})")
+        texts.append(f"{what} {seconds(middle_s)} (at most {seconds(most_s)})")
         data[what] = {"median_s": middle_s, "max_s": most_s}
         worst_s = max(worst_s, middle_s)
-    text = f"{', '.join(told)}; {many(len(answers), 'rank')} at once"
+    text = f"{', '.join(texts)}; {many(len(answers), 'rank')} at once"
     if worst_s <= _SLOW_S:
         return (Finding(name, Theme.SPEED, Verdict.OK, text, data=data),)
     meaning = "every commit takes several such operations one after another"
@@ -109,14 +109,14 @@ def bandwidth(session: Session) -> Findings:
     if not size_bytes:
         return ()
     wanted = 2 * size_bytes * control.size
-    if any(room.free_bytes is not None and room.free_bytes < wanted for room in session.rooms):
+    if any(space.free_bytes is not None and space.free_bytes < wanted for space in session.rooms):
         why = "not measured: too little space"
         return (Finding("write-bandwidth", Theme.SPEED, Verdict.UNKNOWN, why, "", "--size 8MiB"),)
     written = control.step("doctor.write", lambda: _write_file(storage, rank, size_bytes))
-    mine = next(group for group in session.groups if rank in group)
+    own_group = next(group for group in session.groups if rank in group)
 
     def look() -> Transfer | Refusal:
-        return _read_back(storage, _reads(control.worlds, mine, rank), written[rank])
+        return _read_back(storage, _reads(control.worlds, own_group, rank), written[rank])
 
     def judge(_: Sequence[World], answers: Sequence[Transfer]) -> Findings:
         return judge_bandwidth(answers, settings.needs_bytes)
