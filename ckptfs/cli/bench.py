@@ -52,23 +52,23 @@ _MASK = "***"
 _SHOWN = frozenset((*OURS, "anon", "endpoint_url", "region", "region_name", "use_ssl", "verify"))
 
 
-def command_text(asked: Asked, options: Mapping[str, Any], out: str | None) -> str:
+def command_text(request: Asked, options: Mapping[str, Any], out: str | None) -> str:
     """Return the command line, quoted for a shell. ``options``: the options that click parsed."""
-    words = ["ckptfs", "bench", *(str(target.place) for target in asked.targets)]
-    for workload in asked.workloads:
+    words = ["ckptfs", "bench", *(str(target.place) for target in request.targets)]
+    for workload in request.workloads:
         words += ["--workload", workload.kind]
     for name in ("params", "size"):
         if options[name] is not None:
             words += [f"--{name}", str(options[name])]
-    if asked.engines:
-        words += ["--engines", ",".join(asked.engines)]
-    words += ["--rounds", str(asked.rounds)] if asked.within_s is None else []
+    if request.engines:
+        words += ["--engines", ",".join(request.engines)]
+    words += ["--rounds", str(request.rounds)] if request.within_s is None else []
     if options["ranks"] is not None:
         words += ["--ranks", str(options["ranks"])]
-    words += [] if asked.durable else ["--no-durable"]
-    if any(workload.kind == "loop" for workload in asked.workloads):
-        words += ["--steps", str(asked.loop.steps), "--every", str(asked.loop.every)]
-    words += ["--keep"] if asked.keep else []
+    words += [] if request.durable else ["--no-durable"]
+    if any(workload.kind == "loop" for workload in request.workloads):
+        words += ["--steps", str(request.loop.steps), "--every", str(request.loop.every)]
+    words += ["--keep"] if request.keep else []
     for key, value in _flat(options["storage_options"]):
         words += ["-o", f"{key}={_shown(key, value)}"]
     words += ["--out", out] if out else []
@@ -134,9 +134,11 @@ class _Bench(click.Group):
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        told = [(name, text) for name, (_, text) in _READERS.items()]
+        readers = [(name, text) for name, (_, text) in _READERS.items()]
         with formatter.section("Commands"):
-            formatter.write_dl([(_DEFAULT, "Measure; what bench does without a command."), *told])
+            formatter.write_dl(
+                [(_DEFAULT, "Measure; what bench does without a command."), *readers]
+            )
 
 
 @click.group("bench", cls=_Bench)
@@ -231,11 +233,11 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **options: Any
     from ckptfs.bench.results import try_place
     from ckptfs.bench.run import measure
 
-    asked, began_s = _request_from(uris, options), time.monotonic()
+    request, began_s = _request_from(uris, options), time.monotonic()
     path = out or f"ckptfs-bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     result = measure(
-        asked,
-        command=_command(asked, options, out),
+        request,
+        command=_command(request, options, out),
         progress=_progress,
         first=lambda: try_place(path),
     )
@@ -248,8 +250,8 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **options: Any
     def show(console: Console) -> None:
         _show(console, result)
         console.print()
-        if asked.within_s is not None:
-            for line in _longer(asked, result, options, time.monotonic() - began_s):
+        if request.within_s is not None:
+            for line in _longer(request, result, options, time.monotonic() - began_s):
                 console.print(line, soft_wrap=True)
         console.print(f"every measurement: {written or 'written nowhere'}")
 
@@ -261,7 +263,7 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **options: Any
 
 
 def _longer(
-    asked: Asked, result: Result, options: dict[str, Any], took_s: float
+    request: Asked, result: Result, options: dict[str, Any], took_s: float
 ) -> tuple[str, str]:
     """Return a command that gives tighter figures than this run, with about the time that it takes.
 
@@ -275,10 +277,10 @@ def _longer(
     if options["size"] is None and options["params"] is None and 0 < size < _LONGER_BYTES:
         options = {**options, "size": f"{_LONGER_BYTES / 1e9:g}GB"}
         factor *= _LONGER_BYTES / size
-    longer = dataclasses.replace(asked, rounds=_LONGER_ROUNDS, within_s=None)
+    longer = dataclasses.replace(request, rounds=_LONGER_ROUNDS, within_s=None)
     return (
         (
-            f"This was a short run: {rounds} of {asked.rounds} rounds of {bytes_text(size)}, {took_s:.0f} s. "
+            f"This was a short run: {rounds} of {request.rounds} rounds of {bytes_text(size)}, {took_s:.0f} s. "
             f"Tighter figures, in about {max(1, round(took_s * factor / 60))} min:"
         ),
         f"  {_command(longer, options, None)}",
@@ -343,11 +345,11 @@ def _request_from(uris: Sequence[str], given: dict[str, Any]) -> Any:
     )
 
 
-def _command(asked: Any, options: dict[str, Any], out: str | None) -> str:
+def _command(request: Any, options: dict[str, Any], out: str | None) -> str:
     """Return the command line for the result, without secrets."""
     from ckptfs.cli.bench import command_text
 
-    return command_text(asked, options, out)
+    return command_text(request, options, out)
 
 
 def _progress(text: str) -> None:

@@ -122,9 +122,9 @@ def _compare(before: str, after: str, only: tuple[str, ...], phases: tuple[str, 
 
 def _nothing(found: Compared) -> str:
     """Return why there are no rows: the filters match nothing, or the first thing left out."""
-    told = "the two results have nothing in common that was asked for"
+    text = "the two results have nothing in common that was asked for"
     more = f"; and {len(found.missing) - 1} more" if len(found.missing) > 1 else ""
-    return f"{told} ({found.missing[0]}{more})" if found.missing else told
+    return f"{text} ({found.missing[0]}{more})" if found.missing else text
 
 
 def _row_document(row: Beside) -> _RowDocument:
@@ -165,7 +165,7 @@ def _show(console: Console, runs: dict[str, Result], found: Compared) -> None:
 
 
 def _cells(row: Beside) -> Sequence[str]:
-    told = row.found
+    found = row.found
     return (
         row.workload,
         row.target,
@@ -173,8 +173,8 @@ def _cells(row: Beside) -> Sequence[str]:
         row.engine + (" (limit)" * row.is_limit),
         spread_text(row.before),
         spread_text(row.after),
-        f"{number_text(told.ratio)} ({number_text(told.low)}-{number_text(told.high)})",
-        verdict_text(told),
+        f"{number_text(found.ratio)} ({number_text(found.low)}-{number_text(found.high)})",
+        verdict_text(found),
     )
 
 
@@ -182,5 +182,5 @@ def _in_short(rows: Sequence[Beside]) -> str:
     counted = Counter(row.found.verdict for row in rows if not row.is_limit)
     names = {verdict: verdict.value for verdict in Verdict}
     names[Verdict.SPREAD_TOO_WIDE] = "without a verdict"
-    told = [f"{counted[verdict]} {name}" for verdict, name in names.items() if counted[verdict]]
-    return ", ".join(told) or "limits only"
+    texts = [f"{counted[verdict]} {name}" for verdict, name in names.items() if counted[verdict]]
+    return ", ".join(texts) or "limits only"

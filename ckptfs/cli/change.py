@@ -107,12 +107,12 @@ def rm(
 
 def _remove(uri: str, options: dict[str, Any], *, partial: bool) -> tuple[_RemovedDocument, str]:
     done = remove(uri, options, partial=partial)
-    told = f"deleted {place_text(done.uri)}"
+    text = f"deleted {place_text(done.uri)}"
     if done.elsewhere:
-        told += (
+        text += (
             f"; what lies in domains {', '.join(done.elsewhere)} was not reached and is there still"
         )
-    return _RemovedDocument(uri=mask_credentials(uri), elsewhere=done.elsewhere), told
+    return _RemovedDocument(uri=mask_credentials(uri), elsewhere=done.elsewhere), text
 
 
 @command("pin", answers=(_PinDocument,))
@@ -139,9 +139,9 @@ def _pin(uri: str, options: dict[str, Any], *, pinned: bool) -> tuple[_PinnedDoc
         (False, True): "is unpinned",
         (False, False): "was not pinned",
     }
-    told = f"{place_text(done.uri)} {words[pinned, done.changed]}"
+    text = f"{place_text(done.uri)} {words[pinned, done.changed]}"
     if done.elsewhere and not pinned:
-        told += f"; on other nodes too? domains {', '.join(done.elsewhere)} were not reached"
+        text += f"; on other nodes too? domains {', '.join(done.elsewhere)} were not reached"
     document = _PinnedDocument(
         uri=mask_credentials(uri),
         save_id=done.save_id,
@@ -149,7 +149,7 @@ def _pin(uri: str, options: dict[str, Any], *, pinned: bool) -> tuple[_PinnedDoc
         changed=done.changed,
         elsewhere=done.elsewhere,
     )
-    return document, told
+    return document, text
 
 
 def _each(

@@ -100,11 +100,14 @@ def cp(
     from ckptfs.control.control import open_control
     from ckptfs.tools.copying import CopyOptions, copy_with
 
-    here, there = Place(source_options), Place(target_options)
+    source_place, target_place = Place(source_options), Place(target_options)
     with open_control() as control:
         try:
             report = copy_with(
-                control, (source, here), (target, there), CopyOptions(**how, shows=True)
+                control,
+                (source, source_place),
+                (target, target_place),
+                CopyOptions(**how, shows=True),
             )
         except (ControlPlaneLostError, DeadlineError):
             raise  # there is no other rank to wait for

@@ -199,5 +199,5 @@ def _verdict(report: Report, *, failed: bool) -> str:
         f"{sum(f.verdict is verdict for f in report.findings)} {verdict.value}"
         for verdict in Verdict
     ]
-    told = "do not start a job here" if failed else "a job can start here"
-    return f"{told}: {', '.join(counts)}"
+    advice = "do not start a job here" if failed else "a job can start here"
+    return f"{advice}: {', '.join(counts)}"

@@ -107,5 +107,5 @@ def _show(done: Exported, console: Console) -> None:
     )
     if done.left_out:
         more = len(done.left_out) - _MOST
-        rest = f" and {more} more" if more > 0 else ""
-        console.print(f"left out, no tensors: {', '.join(done.left_out[:_MOST])}{rest}")
+        more_text = f" and {more} more" if more > 0 else ""
+        console.print(f"left out, no tensors: {', '.join(done.left_out[:_MOST])}{more_text}")

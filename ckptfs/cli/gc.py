@@ -132,8 +132,8 @@ def gc(
         raise click.UsageError("not a terminal: pass --yes to delete without confirmation")
     look = partial(look_for_debris, older_than_s=older_than_s, storage_options=storage_options)
     if not recursive:
-        told = _Outcome(Uri.parse(uri), look(uri))
-        outcomes = [told]
+        outcome = _Outcome(Uri.parse(uri), look(uri))
+        outcomes = [outcome]
     else:
         outcomes = [_tried(look, run) for run in runs_at(uri, storage_options)]
     if not delete:
@@ -156,13 +156,13 @@ def _tried(act: Callable[[Uri], Collected], run: Uri) -> _Outcome:
 
 
 def _sure(outcomes: Sequence[_Outcome], *, yes: bool) -> bool:
-    going = [one for o in outcomes if o.collected is not None for one in o.collected.going]
-    if yes or not going:
+    removable = [one for o in outcomes if o.collected is not None for one in o.collected.going]
+    if yes or not removable:
         return True
-    for one in going:
+    for one in removable:
         say(f"  {one.debris}: {one.uri}")
-    told = f"Remove these {len(going)} ({size_text(_size_bytes(going))})?"
-    return click.confirm(told, err=True)
+    question = f"Remove these {len(removable)} ({size_text(_size_bytes(removable))})?"
+    return click.confirm(question, err=True)
 
 
 def _size_bytes(found: Sequence[Found]) -> int:
@@ -174,14 +174,14 @@ def _size_bytes(found: Sequence[Found]) -> int:
 
 def _answer(outcomes: Sequence[_Outcome], *, delete: bool, exit_: Exit = Exit.OK) -> Answer:
     found = [one for o in outcomes if o.collected is not None for one in o.collected.found]
-    going = [one for one in found if one.fate is Fate.GOES]
+    removable = [one for one in found if one.fate is Fate.GOES]
     removed = [one for o in outcomes if o.collected is not None for one in o.collected.removed]
     document = _GcDocument(
         dry_run=not delete,
         runs=[_run_document(one) for one in outcomes],
         found=len(found),
-        going=len(going),
-        going_bytes=_size_bytes(going),
+        going=len(removable),
+        going_bytes=_size_bytes(removable),
         removed=len(removed),
         removed_bytes=_size_bytes(removed),
     )
@@ -244,28 +244,28 @@ def _show_run(console: Console, one: Collected, *, delete: bool) -> None:
         table(console, _COLUMNS, rows)
     for note in one.notes:
         console.print(note, soft_wrap=True)
-    going = len(one.going)
-    if delete and going:
-        told = f"removed {len(one.removed)} of {going}: {size_text(_size_bytes(one.removed))}"
-    elif going:
-        told = f"{going} would go: {size_text(_size_bytes(one.going))}; --delete removes them"
+    count = len(one.going)
+    if delete and count:
+        text = f"removed {len(one.removed)} of {count}: {size_text(_size_bytes(one.removed))}"
+    elif count:
+        text = f"{count} would go: {size_text(_size_bytes(one.going))}; --delete removes them"
     elif one.found:
-        told = "nothing is to go now"
+        text = "nothing is to go now"
     else:
-        told = "nothing is left over"
-    console.print(told, soft_wrap=True)
+        text = "nothing is left over"
+    console.print(text, soft_wrap=True)
 
 
 def _row(one: Found, root: Uri, *, gone: bool) -> tuple[str, ...]:
     where = str(one.uri).removeprefix(f"{root}/")
     files = "-" if one.files is None else str(one.files)
-    fate = "gone" if gone else one.fate.value
+    outcome = "gone" if gone else one.fate.value
     return (
         one.debris.value,
         where,
         files,
         size_text(one.size_bytes),
         age_text(one.age_s),
-        fate,
+        outcome,
         one.why,
     )

@@ -162,10 +162,11 @@ def inspect(  # noqa: PLR0917 - one parameter for each option of the command lin
         if norms or no_read:
             raise click.UsageError("--norms and --no-read need two URIs")
         found = inspect_this(uri, storage_options, filters=filters)
-        told = values(uri, storage_options, filters=filters) if with_values else {}
+        value_texts = values(uri, storage_options, filters=filters) if with_values else {}
         rows = _rows(found, sort, limit)
         return Answer(
-            _document(found, rows, told), lambda console: _show(found, rows, told, console)
+            _document(found, rows, value_texts),
+            lambda console: _show(found, rows, value_texts, console),
         )
     if with_values:
         raise click.UsageError("--values needs exactly one URI")
@@ -333,8 +334,8 @@ def _shards_text(shards: tuple[Shard, ...]) -> str:
     sizes = list(dict.fromkeys(shard.sizes for shard in shards))
     if len(shards) < 2:  # noqa: PLR2004
         return str(len(shards))
-    told = f"{len(shards)} x {_box_text(sizes[0])}"
-    return told if len(sizes) == 1 else f"{len(shards)}, first {_box_text(sizes[0])}"
+    text = f"{len(shards)} x {_box_text(sizes[0])}"
+    return text if len(sizes) == 1 else f"{len(shards)}, first {_box_text(sizes[0])}"
 
 
 def _box_text(sizes: tuple[int, ...]) -> str:
@@ -423,12 +424,12 @@ def _show_diff(compared: Compared, rows: list[Difference], hidden: int, console:
     if rows:
         table(console, columns, (_diff_line(row, with_norms=with_norms) for row in rows))
     same = sum(leaf.change is Change.SAME for leaf in compared.leaves)
-    told = [f"{len(compared.changed)} changed", f"{same} the same"]
+    texts = [f"{len(compared.changed)} changed", f"{same} the same"]
     if compared.unknown:
-        told.append(f"{len(compared.unknown)} not compared: no digests, or another sharding")
+        texts.append(f"{len(compared.unknown)} not compared: no digests, or another sharding")
     if hidden:
-        told.append(f"{hidden} not shown")
-    console.print(", ".join(told))
+        texts.append(f"{hidden} not shown")
+    console.print(", ".join(texts))
 
 
 def _diff_line(one: Difference, *, with_norms: bool) -> tuple[str, ...]:

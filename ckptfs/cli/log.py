@@ -232,8 +232,8 @@ def _event_line(event: RunEvent) -> str:
 
 def _run_program(program: str, document: dict[str, Any]) -> bool:
     """Run ``program`` by the shell, with the event in its environment; False if it failed."""
-    told = {name: value for name, value in document.items() if value is not None}
-    values = {f"CKPTFS_{name.upper()}": str(value) for name, value in told.items()}
+    fields = {name: value for name, value in document.items() if value is not None}
+    values = {f"CKPTFS_{name.upper()}": str(value) for name, value in fields.items()}
     # Any writer can put any text into a log: it is only a value of a variable, never shell input.
     done = subprocess.run(  # noqa: S602
         program,

@@ -197,8 +197,8 @@ def latest(uri: str, storage_options: dict[str, Any], kind: str, max_age: str | 
         limit_s = None if max_age is None else parse_duration(max_age)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--max-age") from error
-    looked = newest(uri, Kind(kind), storage_options)
-    found = looked.checkpoint
+    result = newest(uri, Kind(kind), storage_options)
+    found = result.checkpoint
     age = None if found is None else age_s(found.created_at)
     why = ""
     if found is None:
@@ -211,7 +211,7 @@ def latest(uri: str, storage_options: dict[str, Any], kind: str, max_age: str | 
     def show(console: Console) -> None:
         if found is not None:
             console.print(place_text(found.uri), soft_wrap=True)
-        for note in (*looked.notes, why):
+        for note in (*result.notes, why):
             if note:
                 say(f"ckptfs latest: {note}")
 
@@ -221,7 +221,7 @@ def latest(uri: str, storage_options: dict[str, Any], kind: str, max_age: str | 
         age_s=age,
         max_age_s=limit_s,
         why=why or None,
-        notes=looked.notes,
+        notes=result.notes,
     )
     return Answer(document, show, Exit.NO if why else Exit.OK)
 
@@ -352,9 +352,9 @@ _SOMETIMES: tuple[_Column, ...] = (
 
 
 def _remarks(line: Checkpoint) -> list[str]:
-    told = ["pinned"] if line.pinned else []
-    told += ["saved by a failing run"] if line.failure else []
-    return [*told, line.note] if line.note else told
+    remarks = ["pinned"] if line.pinned else []
+    remarks += ["saved by a failing run"] if line.failure else []
+    return [*remarks, line.note] if line.note else remarks
 
 
 def _show_lines(console: Console, lines: Sequence[Checkpoint]) -> None:

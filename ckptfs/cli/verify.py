@@ -125,14 +125,14 @@ def _show(found: Verified, console: Console) -> None:
     for finding in found.findings:
         _show_finding(finding, console)
     for one in found.checkpoints:
-        told = f"{one.verdict.value:8} {one.name}  {counted(one.files, 'file')}, {size_text(one.size_bytes)}"
+        line = f"{one.verdict.value:8} {one.name}  {counted(one.files, 'file')}, {size_text(one.size_bytes)}"
         if found.deep:
-            told += f", {size_text(one.compared_bytes)} compared"
+            line += f", {size_text(one.compared_bytes)} compared"
             if one.uncompared_bytes:
-                told += f", {size_text(one.uncompared_bytes)} not"
+                line += f", {size_text(one.uncompared_bytes)} not"
         if one.resumed_bytes:
-            told += f" ({size_text(one.resumed_bytes)} by an earlier call)"
-        console.print(told, soft_wrap=True)
+            line += f" ({size_text(one.resumed_bytes)} by an earlier call)"
+        console.print(line, soft_wrap=True)
         for text in one.unchecked:
             console.print(f"  not checked: {text}")
         for text in one.notes:
@@ -150,24 +150,24 @@ def _show_finding(finding: Finding, console: Console) -> None:
     console.print(f"    {finding.what}{blocks}")
     if finding.tensors:
         more = len(finding.tensors) - _MOST
-        rest = f" and {more} more" if more > 0 else ""
-        console.print(f"    concerns {', '.join(finding.tensors[:_MOST])}{rest}")
+        more_text = f" and {more} more" if more > 0 else ""
+        console.print(f"    concerns {', '.join(finding.tensors[:_MOST])}{more_text}")
     console.print(f"    -> {finding.todo}")
 
 
 def _verdict(found: Verified) -> str:
-    looked = counted(len(found.checkpoints), "checkpoint")
+    count = counted(len(found.checkpoints), "checkpoint")
     if found.verdict is Verdict.DAMAGED:
-        return f"damaged: {counted(len(found.all_findings), 'finding')} in {looked}"
+        return f"damaged: {counted(len(found.all_findings), 'finding')} in {count}"
     if found.verdict is Verdict.UNKNOWN:
-        return f"unknown: {looked}, and not everything could be checked"
+        return f"unknown: {count}, and not everything could be checked"
     if found.deep:
         before = sum(one.resumed_bytes for one in found.checkpoints)
-        told = f", {size_text(before)} of them by an earlier call" if before else ""
-        rest = sum(one.uncompared_bytes or 0 for one in found.checkpoints)
-        if rest:
+        earlier = f", {size_text(before)} of them by an earlier call" if before else ""
+        missing_bytes = sum(one.uncompared_bytes or 0 for one in found.checkpoints)
+        if missing_bytes:
             done = sum(one.compared_bytes for one in found.checkpoints)
-            return f"clean: {looked}, {size_text(done)} compared, {size_text(rest)} have no digest{told}"
-        return f"clean: {looked}, every byte compared{told}"
+            return f"clean: {count}, {size_text(done)} compared, {size_text(missing_bytes)} have no digest{earlier}"
+        return f"clean: {count}, every byte compared{earlier}"
     more = any(one.origin != "stock" for one in found.checkpoints)
-    return f"clean: {looked}, form only{'; --deep compares every byte' if more else ''}"
+    return f"clean: {count}, form only{'; --deep compares every byte' if more else ''}"
