@@ -157,10 +157,12 @@ class CkptfsState:
         if self._scratch is None:
             ranks = self._ranks
             place = NodeScratch(ranks, _PREFIX, self._options.get("scratch"))
-            told = ranks.step(
+            answers = ranks.step(
                 "make scratch", lambda: (place.node, place.make()) if place.is_lead else None
             )
-            place.target = next(one[1] for one in told if one is not None and one[0] == place.node)
+            place.target = next(
+                one[1] for one in answers if one is not None and one[0] == place.node
+            )
             self._scratch = place
         return self._scratch
 

@@ -114,7 +114,7 @@ class CkptfsEngine(CheckpointEngine):
         self._save: _Save | None = None
         self._early: Exception | None = None
         self._extra: dict[str, object] = {}
-        self._going: dict[str, PendingSave] = {}
+        self._pending: dict[str, PendingSave] = {}
 
     def attach(self, engine: Any) -> Self:
         """Make an engine save and load through this one. Local.
@@ -164,12 +164,12 @@ class CkptfsEngine(CheckpointEngine):
             return
         save, self._early = _Save(str(info.tag), self._early), None
 
-        def told() -> str:
+        def current_tag() -> str:
             self._land()
             save.outcome()
             return save.tag
 
-        save.refusal = self._ranks.step("begin a checkpoint", told, self._refusal)
+        save.refusal = self._ranks.step("begin a checkpoint", current_tag, self._refusal)
         if save.refusal is None:
             self._root.on_nodes(self._ranks, "make room", lambda: self._root.make_room(save.tag))
         self._save = save
@@ -259,7 +259,7 @@ class CkptfsEngine(CheckpointEngine):
                 f"tag {tags[0]!r} is not made by the template {self._names.text!r}",
                 hint='leave the tag to DeepSpeed, or make the engine with name="..."',
             )
-        if tags[0] in self._going or step in self.manager.steps:
+        if tags[0] in self._pending or step in self.manager.steps:
             return CommitConflictError(
                 f"{tags[0]} is already committed, or its save is in progress",
                 uri=Uri.parse(self.uri) / tags[0],
@@ -299,7 +299,7 @@ class CkptfsEngine(CheckpointEngine):
         metrics, self.metrics = self.metrics, None
         saved = self.manager.save(step, self._root.folder(save.tag), metrics)
         if isinstance(saved, PendingSave):
-            self._going[save.tag] = saved
+            self._pending[save.tag] = saved
         elif not isinstance(saved, SaveSkipped):
             self._root.on_nodes(self._ranks, "keep it", lambda: self._root.keep(save.tag))
 
@@ -308,10 +308,10 @@ class CkptfsEngine(CheckpointEngine):
 
         Local.
         """
-        done = [tag for tag, save in self._going.items() if save.done()]
-        whole = [tag for tag in done if self._going.pop(tag).committed.exception() is None]
-        if whole and is_lead(self._ranks):
-            self._root.keep(whole[-1], *self._going)
+        done = [tag for tag, save in self._pending.items() if save.done()]
+        committed = [tag for tag in done if self._pending.pop(tag).committed.exception() is None]
+        if committed and is_lead(self._ranks):
+            self._root.keep(committed[-1], *self._pending)
 
     # -- loading ----------------------------------------------------------------------------
 
@@ -347,10 +347,10 @@ class CkptfsEngine(CheckpointEngine):
         def look() -> tuple[list[int], str | None]:
             if self._ranks.rank != 0:
                 return [], None
-            with looking_at(self.uri, self._options.get("storage_options")) as there:
-                return self.manager.steps, _POINTER.read(there.storage)
+            with looking_at(self.uri, self._options.get("storage_options")) as run:
+                return self.manager.steps, _POINTER.read(run.storage)
 
-        def open_there(stack: contextlib.ExitStack, into: str) -> str | None:
+        def open_checkpoint(stack: contextlib.ExitStack, into: str) -> str | None:
             steps, pointed = self._ranks.step("look", look)[0]
             stock = (None if steps else pointed) if tag is None else tag
             # If the run lost its disk, its checkpoints are in its copies, and there is no stock tag to read.
@@ -358,12 +358,12 @@ class CkptfsEngine(CheckpointEngine):
             if stock is None or step in steps or is_lost:
                 opened = stack.enter_context(self.manager.reading(step, into=into))
                 return None if opened is None else opened.uri.name
-            asked = {name: self._options[name] for name in _READING & self._options.keys()}
+            options = {name: self._options[name] for name in _READING & self._options.keys()}
             target = Uri.parse(self.uri) / stock
-            stack.enter_context(ckptfs.checkpoint_dir(target, "read", into=into, **asked))
+            stack.enter_context(ckptfs.checkpoint_dir(target, "read", into=into, **options))
             return stock
 
-        return self._root.bring(self._ranks, open_there, newest=tag is None)
+        return self._root.bring(self._ranks, open_checkpoint, newest=tag is None)
 
     # -- the end ----------------------------------------------------------------------------
 

@@ -314,18 +314,18 @@ class _FabricSaving(_Saving):
         target = self._agreed(path)
         if not isinstance(state, dict) or not state or self._is_file(target):
             with self._local_copy(target) as local:
-                rest: dict[str, Any] = super().load_checkpoint(  # type: ignore[misc]
+                loaded: dict[str, Any] = super().load_checkpoint(  # type: ignore[misc]
                     local, state, strict=strict, weights_only=weights_only
                 )
-            return rest
+            return loaded
         optimizers = {name: each for name, each in state.items() if isinstance(each, Optimizer)}
         module = _one_module(state)
         meta = self._load(target, module, optimizers, strict=strict, weights_only=weights_only)
-        asked = [name for name in state if name != module[0] and name not in optimizers]
-        lacking = [name for name in asked if name not in meta]
+        names = [name for name in state if name != module[0] and name not in optimizers]
+        lacking = [name for name in names if name not in meta]
         if strict and lacking:
             raise KeyError(f"the checkpoint has no {lacking[0]!r}; strict=False skips it")
-        for name in asked:
+        for name in names:
             if name in meta:
                 state[name] = meta.pop(name)
         return meta

@@ -190,11 +190,11 @@ class _Reported(Generic[ManagerT]):
     def _follow(self, timeout_s: float) -> None:
         """Delete the checkpoints that Ray no longer keeps, entry first. Collective."""
 
-        def going() -> list[int]:
+        def steps_to_delete() -> list[int]:
             steps = {self._template.step_of(name) for name in _listed(timeout_s)}
             return let_go(self.manager.steps, steps)
 
-        for step in _from_rank_zero(going):
+        for step in _from_rank_zero(steps_to_delete):
             try:
                 self.manager.delete(step)
             except CollectiveError:
@@ -357,8 +357,8 @@ def let_go(committed: Sequence[int], listed: Collection[int | None]) -> list[int
     ``committed`` are steps in commit order. Steps after the newest that Ray lists are not reported
     yet.
     """
-    heard = [at for at, step in enumerate(committed) if step in listed]
-    older = committed[: heard[-1]] if heard else ()
+    indices = [at for at, step in enumerate(committed) if step in listed]
+    older = committed[: indices[-1]] if indices else ()
     return [step for step in older if step not in listed]
 
 

@@ -82,7 +82,7 @@ class CkptfsCallback(TrainerCallback):
         self._manager: DirectoryManager | None = None
         self._control: Control | None = None
         self._reading = contextlib.ExitStack()
-        self._going: dict[str, PendingSave] = {}
+        self._pending: dict[str, PendingSave] = {}
         self.step: int | None = None
 
     # -- resuming ---------------------------------------------------------------------------
@@ -191,11 +191,11 @@ class CkptfsCallback(TrainerCallback):
         if isinstance(saved, SaveSkipped):
             return
         self.step = step
-        self._going = {k: v for k, v in self._going.items() if not v.committed.done()}
+        self._pending = {k: v for k, v in self._pending.items() if not v.committed.done()}
         if isinstance(saved, PendingSave):
-            self._going[name] = saved
+            self._pending[name] = saved
         if is_lead(self._ranks):
-            root.forget(*best, *self._going)
+            root.forget(*best, *self._pending)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -318,7 +318,7 @@ class CkptfsCallback(TrainerCallback):
     def _leave(self, close: Callable[[DirectoryManager], None]) -> None:
         manager, self._manager = self._manager, None
         ranks, self._control = self._control, None
-        self._going = {}
+        self._pending = {}
         with contextlib.ExitStack() as stack:
             if ranks is not None:
                 stack.callback(ranks.close)

@@ -25,8 +25,8 @@ class CheckpointPath(UPath):
         get_filesystem_class(protocol)  # upath asks the classes that are loaded, and warns
         if args:
             storage_options = {**getattr(args[0], "storage_options", {}), **storage_options}
-        bare = tuple(_plain(arg, protocol) for arg in args)
-        return super()._transform_init_args(bare, protocol, storage_options)
+        plain_args = tuple(_plain(arg, protocol) for arg in args)
+        return super()._transform_init_args(plain_args, protocol, storage_options)
 
 
 def _plain(arg: Any, protocol: str) -> Any:

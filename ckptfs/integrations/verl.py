@@ -82,8 +82,8 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
     ) -> None:
         super().__init__(*args, **kwargs)
         config = self.checkpoint_config or {}
-        told = remote_dir or config.get("remote_dir", None) or os.environ.get("CKPTFS_URI")
-        self._remote = None if told is None else os.fspath(told)
+        remote = remote_dir or config.get("remote_dir", None) or os.environ.get("CKPTFS_URI")
+        self._remote = None if remote is None else os.fspath(remote)
         is_async = bool(config.get("async_save", False)) if mode is None else mode == "async"
         self._saver = PartSaver(is_async=is_async, scratch=scratch)
         self._options = dict(storage_options or {})
@@ -275,8 +275,8 @@ class CkptfsDriver(StepDriver):
             step: The step.
             group: The name of the group's part.
         """
-        whole = self.fetched_from(step) or self.uri / NAME.format(N=step)
-        return (whole / group).full
+        checkpoint = self.fetched_from(step) or self.uri / NAME.format(N=step)
+        return (checkpoint / group).full
 
     def _folder(self, step: int) -> str:
         return (self._local / NAME.format(N=step)).local_path
@@ -318,15 +318,15 @@ class CkptfsTrainer:
         self._flush()
         groups = self._groups()
         with driver.saving(self.global_steps, list(groups)) as step:
-            told: dict[str, Any] = {
+            attributes: dict[str, Any] = {
                 GROUPS[name]: _Group(groups[name], step.part(name)) for name in groups
             }
             if hasattr(self, "checkpoint_callback"):
                 # The callback is called after the commit.
                 later = SimpleNamespace(on_save=lambda **call: calls.append(call))
-                told["checkpoint_callback"] = later
+                attributes["checkpoint_callback"] = later
             place = {"default_local_dir": os.path.dirname(step.path)}
-            with _with(self, told), _with(self.config.trainer, place):
+            with _with(self, attributes), _with(self.config.trainer, place):
                 super()._save_checkpoint()  # type: ignore[misc]
             if not driver.is_async:
                 self._flush()
@@ -335,7 +335,7 @@ class CkptfsTrainer:
 
     def _load_checkpoint(self: Any) -> Any:
         config, driver = self.config.trainer, self._driver()
-        wanted, told, place = None, {}, {}
+        wanted, attributes, place = None, {}, {}
         if config.resume_mode == "resume_path":
             wanted = _step_in(str(config.resume_from_path), config.default_local_dir, driver.uri)
         if config.resume_mode != "disable" and wanted in (None, *driver.steps):
@@ -344,8 +344,8 @@ class CkptfsTrainer:
                 place = {"resume_from_path": folder}  # data.pt of the same commit
                 step = int(STEP.search(folder)[1])  # type: ignore[index]
                 for name, group in self._groups().items():
-                    told[GROUPS[name]] = _Group(group, driver.remote(step, name))
-        with _with(self, told), _with(config, place):
+                    attributes[GROUPS[name]] = _Group(group, driver.remote(step, name))
+        with _with(self, attributes), _with(config, place):
             return super()._load_checkpoint()  # type: ignore[misc]
 
     def _flush(self: Any) -> None:

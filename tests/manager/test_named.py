@@ -38,16 +38,16 @@ def one(uri: str, mode: str) -> list[Any]:
     def there() -> list[str]:
         return [checkpoint.uri.name for checkpoint in ckptfs.list_checkpoints(uri)]
 
-    first = NamedCheckpoints(uri, mode=mode, beside=["meta"])
+    first = NamedCheckpoints(uri, mode=mode, extra_files=["meta"])
     for number, name in enumerate(("a", "b", "c")):
-        first.save(name, state(number), step=number, beside={"meta": name.encode()})
+        first.save(name, state(number), step=number, extra_files={"meta": name.encode()})
     first.hold("b")
     for name in ("a", "b", "stranger"):
         first.remove(name)  # "c" is on its way, or committed
     first.close()
     told: list[Any] = [there()]
 
-    second = NamedCheckpoints(uri, mode=mode, beside=["meta"])
+    second = NamedCheckpoints(uri, mode=mode, extra_files=["meta"])
     os.environ["CKPTFS_TEST_FAULT"] = "fail=ENOSPC:open_write:*.distcp:1@1"
     victim.install()
     try:
@@ -59,7 +59,7 @@ def one(uri: str, mode: str) -> list[Any]:
     second.close()
     told.append(there())
 
-    third = NamedCheckpoints(uri, mode=mode, beside=["meta"])
+    third = NamedCheckpoints(uri, mode=mode, extra_files=["meta"])
     third.save("e", state(5))
     third.remove("e")  # nothing came after it
     third.remove("b")  # of an earlier process

@@ -88,23 +88,25 @@ class LocalRoot:
         """
         folder = self.folder(name)
         with in_flight("stat", folder):
-            there = os.path.lexists(folder)
-        if there:
+            exists = os.path.lexists(folder)
+        if exists:
             if os.path.exists(self._mark(name)):
                 # Another node, which shares the disk, may be doing the same.
                 remove_tree(folder)
             else:
-                aside = f"{folder}.before"
+                moved_to = f"{folder}.before"
                 # Checked again: another node that shares the disk may have moved it since.
-                if os.path.lexists(aside) and os.path.lexists(folder):
+                if os.path.lexists(moved_to) and os.path.lexists(folder):
                     raise CommitConflictError(
-                        f"neither {folder} nor {aside} was written by this run",
+                        f"neither {folder} nor {moved_to} was written by this run",
                         hint="move one of them away",
                     )
-                logger.warning("%s was not written by this run: it was moved to %s", folder, aside)
+                logger.warning(
+                    "%s was not written by this run: it was moved to %s", folder, moved_to
+                )
                 # The other node was first.
-                with contextlib.suppress(FileNotFoundError), in_flight("rename", aside):
-                    os.rename(folder, aside)
+                with contextlib.suppress(FileNotFoundError), in_flight("rename", moved_to):
+                    os.rename(folder, moved_to)
         with in_flight("mkdir", self._marks):
             os.makedirs(self._marks, exist_ok=True)
             Path(self._mark(name)).touch()

@@ -2,12 +2,12 @@
 
 ``NamedCheckpoints`` are those of one run:
 
-    shelf = NamedCheckpoints("s3://bucket/run", mode="async", ...)    on every rank
-    shelf.save("epoch=1.ckpt", state, step=20, ...)
-    shelf.remove("epoch=0.ckpt")     when the save before this call is committed, not before
-    shelf.close()                    all done; raises what failed; the run is released
+    checkpoints = NamedCheckpoints("s3://bucket/run", mode="async", ...)    on every rank
+    checkpoints.save("epoch=1.ckpt", state, step=20, ...)
+    checkpoints.remove("epoch=0.ckpt")     when the save before this call is committed, not before
+    checkpoints.close()                    all done; raises what failed; the run is released
 
-The first save claims the run. ``beside=`` passes small files for readers that do not know ckptfs,
+The first save claims the run. ``extra_files=`` passes small files for readers that do not know ckptfs,
 such as meta.pt. Each domain's owner writes them into the step directory once the checkpoint is
 committed, and they are removed with it. They are no part of the checkpoint: what a loader of ours
 needs has to be in the state.
@@ -77,9 +77,9 @@ class NamedCheckpoints:
     """Every rank makes one. ``save``, ``remove``, ``wait`` and ``close`` are collective.
 
     ``uri`` is the run. With ``mode="async"``, ``save`` returns when the state is staged; one save
-    is under way at a time. ``beside`` has the names of the additional files that saves of this run
-    may have. Making one appends nothing. Errors are those of ``CheckpointManager``. The error of an
-    earlier save is raised by the next call, the same one on all ranks.
+    is under way at a time. ``extra_files`` has the names of the additional files that saves of this
+    run may have. Making one appends nothing. Errors are those of ``CheckpointManager``. The error
+    of an earlier save is raised by the next call, the same one on all ranks.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class NamedCheckpoints:
         uri: Any,
         *,
         mode: str = "sync",
-        beside: Sequence[str] = (),
+        extra_files: Sequence[str] = (),
         storage_options: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> None:
@@ -99,8 +99,8 @@ class NamedCheckpoints:
         self._pending_saves = PendingSaves()
         self._run: Run | None = None
         self._retirer: Retirer | None = None
-        self._beside = tuple(beside)
-        self._doomed: dict[str, None] = {}
+        self._extra_files = tuple(extra_files)
+        self._to_remove: dict[str, None] = {}
         self._held: set[str] = set()
         self._committed = True  # whether the last full checkpoint was committed
 
@@ -112,7 +112,7 @@ class NamedCheckpoints:
         state: Mapping[str, Any],
         *,
         step: int | None = None,
-        beside: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         kind: Kind = Kind.CHECKPOINT,
     ) -> None:
         """Save ``state`` as ``name``, replacing what has that name. Collective.
@@ -124,21 +124,21 @@ class NamedCheckpoints:
         self.wait()
         run, retirer = self._claimed()
         retirer.make_room()
-        self._doomed.pop(name, None)  # it is wanted again
+        self._to_remove.pop(name, None)  # it is wanted again
         target = self._run_handle.root / name
-        lay = partial(_write_extra_files, run.session, name, dict(beside or {}))
+        write_files = partial(_write_extra_files, run.session, name, dict(extra_files or {}))
         if kind is not Kind.CHECKPOINT:
             spec = SaveSpec(name, step, IfExists.REPLACE, artifact=kind, run=run.generation)
             save_at(state, run.session, target, spec, WriteOptions(), started=time.perf_counter())
-            lay()
+            write_files()
             return  # if a full checkpoint failed, what it was to replace still stays
         self._committed = False
         if self._is_async:
             pending = async_save(state, target, step=step, if_exists="replace", run=run)
-            self._pending_saves.add(_Followed(pending, lay))
+            self._pending_saves.add(_Followed(pending, write_files))
             return
         save(state, target, step=step, if_exists="replace", run=run)
-        lay()
+        write_files()
         self._committed = True
 
     def wait(self) -> None:
@@ -148,8 +148,8 @@ class NamedCheckpoints:
         """
         if self._pending_saves.settle(1) is not None:
             self._committed = True
-        if self._committed and self._doomed:
-            pending_deletes, self._doomed = self._doomed, {}
+        if self._committed and self._to_remove:
+            pending_deletes, self._to_remove = self._to_remove, {}
             for name in pending_deletes:
                 self._remove(name)
 
@@ -157,7 +157,7 @@ class NamedCheckpoints:
         """Wait as ``wait`` does; then leave the run. Collective."""
         try:
             self.wait()
-            for name in self._doomed:
+            for name in self._to_remove:
                 logger.warning(
                     "%s is not removed: no later save was committed", self._run_handle.root / name
                 )
@@ -171,8 +171,8 @@ class NamedCheckpoints:
         """
         run = self._run
         if run is not None and run.aside is not None and len(self._pending_saves):
-            aside, run.aside = run.aside, None  # otherwise the release waits again, without end
-            aside.leave()
+            worker, run.aside = run.aside, None  # otherwise the release waits again, without end
+            worker.leave()
         self._run_handle.close()
 
     def _claimed(self) -> tuple[Run, Retirer]:
@@ -198,7 +198,7 @@ class NamedCheckpoints:
                 "%s is not removed: this run resumed from it", self._run_handle.root / name
             )
             return
-        self._doomed[name] = None
+        self._to_remove[name] = None
         if not len(self._pending_saves):
             self.wait()
 
@@ -222,7 +222,7 @@ class NamedCheckpoints:
             # No reason to stop training: the checkpoint is there, and may be deleted by hand.
             logger.warning("%s is not removed: %s", where, error)
             return
-        _remove_extra_files(session, name, self._beside)
+        _remove_extra_files(session, name, self._extra_files)
 
 
 def _live(session: RunSession, name: str) -> tuple[str, bool] | None:
@@ -265,28 +265,28 @@ def _first(answers: list[tuple[str, bool] | None]) -> tuple[str, bool] | None:
 class _Followed:
     """A save under way, and the files that are written next to it when it is committed."""
 
-    def __init__(self, pending: PendingSave, lay: Any) -> None:
-        self._pending, self._lay = pending, lay
+    def __init__(self, pending: PendingSave, write_files: Any) -> None:
+        self._pending, self._write_files = pending, write_files
         self.uri = pending.uri
-        self._laid: Future[None] = Future()
+        self._files_written: Future[None] = Future()
         pending.committed.add_done_callback(self._follow)
 
     def _follow(self, committed: Future[SaveResult]) -> None:
         try:
             if committed.exception() is None:
-                self._lay()
+                self._write_files()
         except Exception:
             # The checkpoint is committed; a caller that waits must not wait without end.
             logger.exception("the additional files of %s", self.uri)
         finally:
-            self._laid.set_result(None)
+            self._files_written.set_result(None)
 
     def result(self, timeout_s: float | None = None) -> SaveResult:
         began = time.monotonic()
         result = self._pending.result(timeout_s)
         left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
         try:
-            self._laid.result(left)
+            self._files_written.result(left)
         except FutureTimeoutError as error:
             raise DeadlineError(
                 f"the additional files were not written within {timeout_s:g} s",
@@ -296,7 +296,7 @@ class _Followed:
         return result
 
     def done(self) -> bool:
-        return self._pending.done() and self._laid.done()
+        return self._pending.done() and self._files_written.done()
 
 
 def _write_extra_files(session: RunSession, name: str, files: Mapping[str, bytes]) -> None:
@@ -351,18 +351,18 @@ class NamedCheckpointRuns:
         self._named_runs: dict[Uri, NamedCheckpoints] = {}
         self._held: set[Uri] = set()
 
-    def _shelf(self, run: Uri) -> NamedCheckpoints:
+    def _checkpoints_of(self, run: Uri) -> NamedCheckpoints:
         if run not in self._named_runs:
-            shelf = NamedCheckpoints(
+            checkpoints = NamedCheckpoints(
                 run,
                 mode=self._mode,
-                beside=(self._meta_file,),
+                extra_files=(self._meta_file,),
                 storage_options=self.storage_options,
             )
-            self._named_runs[run] = shelf
+            self._named_runs[run] = checkpoints
             for held in self._held:
                 if held.parent == run:
-                    shelf.hold(held.name)
+                    checkpoints.hold(held.name)
         return self._named_runs[run]
 
     def save(
@@ -378,10 +378,10 @@ class NamedCheckpointRuns:
 
         ``meta`` is equal on all ranks. ``kind``: as for ``NamedCheckpoints.save``.
         """
-        whole = {**state, META: meta}
-        beside = {self._meta_file: meta}
-        shelf = self._shelf(target.parent)
-        shelf.save(target.name, whole, step=step, beside=beside, kind=kind)
+        full_state = {**state, META: meta}
+        extra_files = {self._meta_file: meta}
+        checkpoints = self._checkpoints_of(target.parent)
+        checkpoints.save(target.name, full_state, step=step, extra_files=extra_files, kind=kind)
 
     def load(
         self,
@@ -447,7 +447,7 @@ class NamedCheckpointRuns:
 
     def remove(self, target: Uri) -> None:
         """Remove as ``NamedCheckpoints.remove`` does, in a run that was saved into. Collective."""
-        self._shelf(target.parent).remove(target.name)
+        self._checkpoints_of(target.parent).remove(target.name)
 
     def wait(self) -> None:
         """Wait for the saves of all runs. Collective."""
@@ -471,8 +471,8 @@ class NamedCheckpointRuns:
     def _each(self, act: Callable[[NamedCheckpoints], None]) -> None:
         """Act on all runs, in one order on all ranks; then raise the first failure."""
         with contextlib.ExitStack() as stack:
-            for shelf in self._in_order():
-                stack.callback(act, shelf)
+            for checkpoints in self._in_order():
+                stack.callback(act, checkpoints)
 
     def _in_order(self) -> Iterator[NamedCheckpoints]:
         yield from reversed(self._named_runs.values())

@@ -85,7 +85,7 @@ class ObjectFiles:
             raise StateError(f'mode is {mode!r}; it is "sync" or "async"')
         if max_in_flight < 1:
             raise StateError(f"max_in_flight is {max_in_flight}; one save at least")
-        self._aside, self._limit = mode == "async", max_in_flight
+        self._is_async, self._limit = mode == "async", max_in_flight
         self._options = dict(storage_options or {})
         self._changed = changed
         self._reset()
@@ -95,7 +95,7 @@ class ObjectFiles:
         self._worker: SaveWorker | None = None
         self._uploads: deque[Future[None]] = deque()
         self._begun = self._committed = 0  # numbers of saves
-        self._doomed: dict[Uri, tuple[int, _Written]] = {}  # removed when that save is committed
+        self._to_remove: dict[Uri, tuple[int, _Written]] = {}  # removed when that save is committed
         self._written: dict[Uri, _Written] = {}
         self._adopted: set[Uri] = set()
         self._loaded: set[Uri] = set()
@@ -103,7 +103,7 @@ class ObjectFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the arguments: a launcher that spawns pickles it before anything is saved."""
-        return {name: vars(self)[name] for name in ("_aside", "_limit", "_options", "_changed")}
+        return {name: vars(self)[name] for name in ("_is_async", "_limit", "_options", "_changed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -121,7 +121,7 @@ class ObjectFiles:
         """
         file = self._file(uri, storage_options)
         self._settle(self._limit)
-        if not self._aside:
+        if not self._is_async:
             number = self._begin(file)
             with self._on_its_way(number, file):
                 write_object(obj, file.target, file.options)
@@ -139,7 +139,7 @@ class ObjectFiles:
 
     def _begin(self, file: _Written) -> int:
         with self._lock:
-            self._doomed.pop(file.target, None)  # it is wanted again
+            self._to_remove.pop(file.target, None)  # it is wanted again
             self._begun += 1
             return self._begun
 
@@ -157,8 +157,8 @@ class ObjectFiles:
         with self._lock:
             self._committed = number
             self._written[file.target] = file
-            due = [at for at, (after, _) in self._doomed.items() if after <= number]
-            gone = [self._doomed.pop(at)[1] for at in due]
+            due = [at for at, (after, _) in self._to_remove.items() if after <= number]
+            gone = [self._to_remove.pop(at)[1] for at in due]
         self._changed(file.called)
         for other in gone:
             self._remove_if_ours(other)
@@ -191,7 +191,7 @@ class ObjectFiles:
             if worker is not None:
                 worker.close()
             self._loaded.clear()
-            for target in self._doomed:
+            for target in self._to_remove:
                 logger.warning("%s is not removed: no later save was committed", target)
 
     # -- loading ------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class ObjectFiles:
         file = self._file(uri, None)
         with self._lock:
             if self._begun > self._committed:
-                self._doomed[file.target] = (self._begun, file)
+                self._to_remove[file.target] = (self._begun, file)
                 return
         self._remove_if_ours(file)
 
@@ -265,7 +265,7 @@ class ObjectFiles:
             # No reason to stop training; a later commit tries again.
             logger.warning("%s is removed later: %s", file.target, error)
             with self._lock:
-                self._doomed.setdefault(file.target, (self._committed, file))
+                self._to_remove.setdefault(file.target, (self._committed, file))
             return
         logger.info("%s is removed", file.target)
         with self._lock:

@@ -251,7 +251,7 @@ class _Arriving(DataWriter):
                 )
 
 
-_ASIDE = ".metadata.tmp"  # the name of .metadata during the commit, as in torch
+_MOVED_METADATA = ".metadata.tmp"  # the name of .metadata during the commit, as in torch
 _REMEMBERED = 64  # directories that are being copied into
 
 
@@ -316,14 +316,14 @@ class CopiedFiles:
             found = {file: storage.stat(f"{home}/{file}") for file in needs}
             if any(found[file].size_bytes < least for file, least in needs.items()):
                 return
-            joined = self._taken(step, tuple(needs), data)
-            with _aside(storage, home, data):
+            joined = self._filled_attempt(step, tuple(needs), data)
+            with _metadata_moved(storage, home, data):
                 commit_arrived(joined, ARRIVED, replace=False)
             self._remove(storage, home, found)
         except (CkptfsError, OSError, NotImplementedError) as error:
             logger.warning("%s was copied in and is not committed; its files stay: %s", step, error)
 
-    def _taken(self, step: Uri, files: tuple[str, ...], data: bytes) -> Joined:
+    def _filled_attempt(self, step: Uri, files: tuple[str, ...], data: bytes) -> Joined:
         """Return a fresh attempt that holds all of it; the plain files stay."""
         from ckptfs.integrations.fsspec.stock_save import ARRIVED
 
@@ -352,20 +352,20 @@ class CopiedFiles:
 
 
 @contextlib.contextmanager
-def _aside(storage: Storage, home: str, data: bytes) -> Iterator[None]:
+def _metadata_moved(storage: Storage, home: str, data: bytes) -> Iterator[None]:
     """Make room for the projection of ``.metadata``, and restore it if the commit fails.
 
     A crash leaves it next to its shards as ``.metadata.tmp``.
     """
-    storage.replace(f"{home}/{_ASIDE}", data)
+    storage.replace(f"{home}/{_MOVED_METADATA}", data)
     storage.remove(f"{home}/{METADATA}")
     try:
         yield
     except BaseException:
         storage.replace(f"{home}/{METADATA}", data)
-        storage.remove(f"{home}/{_ASIDE}")
+        storage.remove(f"{home}/{_MOVED_METADATA}")
         raise
-    storage.remove(f"{home}/{_ASIDE}")
+    storage.remove(f"{home}/{_MOVED_METADATA}")
 
 
 def _is_same(storage: Storage, key: str, before: Stat) -> bool:
@@ -392,8 +392,8 @@ def agreed_id(topic: str) -> str:
 
 def is_first(topic: str) -> bool:
     """Whether this is the first call for this topic in any process of the default group."""
-    mine = fresh_save_id()
-    return _HERE.ask(mine, topic, "") == mine
+    own = fresh_save_id()
+    return _HERE.ask(own, topic, "") == own
 
 
 def renew_id(topic: str, spent: str) -> str:
@@ -423,8 +423,8 @@ class _Process:
                     self._alone[key] = own
                 return self._alone[key]
         wait_s = min(default_timeout_s(), _ANSWER_S)
-        told: bytes = client.call_short(lambda store: store.compare_set(key, spent, own), wait_s)
-        return bytes(told).decode()
+        current: bytes = client.call_short(lambda store: store.compare_set(key, spent, own), wait_s)
+        return bytes(current).decode()
 
     def _connected(self) -> StoreClient | None:
         with self._lock:

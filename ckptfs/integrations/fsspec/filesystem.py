@@ -229,17 +229,17 @@ class CheckpointFileSystem(PlainFileSystem):
         with typed_errors("list", self._uri(path)):
             infos = self._underlying.ls(path, detail=True, **kwargs)
         named = [(info["name"].rstrip("/").rpartition("/")[2], info) for info in infos]
-        seen = [
+        visible = [
             (name, info)
             for name, info in named
             if name != CONTROL and not name.startswith(PARTIAL_PREFIX)
         ]
         if self._is_bucket:
             is_run = any(name == CONTROL for name, _ in named)
-            seen = self._committed(path, seen, is_run=is_run)
-            if infos and not seen and not is_run:
+            visible = self._committed(path, visible, is_run=is_run)
+            if infos and not visible and not is_run:
                 raise NotFoundError("nothing is committed there", uri=self._uri(path))
-        return [info if detail else info["name"] for _, info in seen]
+        return [info if detail else info["name"] for _, info in visible]
 
     def _committed(
         self, path: str, found: list[tuple[str, Any]], *, is_run: bool

@@ -113,10 +113,10 @@ class PlainFileSystem(AsyncFileSystem):
         self.asynchronous, self._loop = asynchronous, loop
         self._fo, self._target = fo, self.target or target_protocol
         nested = {name for name in (self._target, "ckptfs", self.protocol) if name}
-        mine = {name: value for name, value in options.items() if name not in nested}
+        own_options = {name: value for name, value in options.items() if name not in nested}
         for name in nested & options.keys():
-            mine |= options[name]
-        self._options = {**(target_options or {}), **mine}
+            own_options |= options[name]
+        self._options = {**(target_options or {}), **own_options}
         self._begin_process()
 
     def _begin_process(self) -> None:
@@ -192,21 +192,21 @@ class PlainFileSystem(AsyncFileSystem):
         text = text.removeprefix("ckptfs::").removeprefix("ckptfs+")
         if text == "ckptfs://":  # fsspec's stand-in for this end of a chain
             return ""
-        protocol, found, rest = text.partition("://")
+        protocol, found, location = text.partition("://")
         if not found:
             if chained:
                 raise UriError(f"no scheme behind ckptfs::{text}", hint="write ckptfs+file:///path")
-            protocol, rest = cls.target or "", text
-        bare = fsspec_class(protocol)
-        if bare is None:
-            return rest.rstrip("/") or cls.root_marker
-        return bare._strip_protocol(f"{protocol}://{rest}")  # noqa: SLF001 - fsspec's own hook
+            protocol, location = cls.target or "", text
+        fs_class = fsspec_class(protocol)
+        if fs_class is None:
+            return location.rstrip("/") or cls.root_marker
+        return fs_class._strip_protocol(f"{protocol}://{location}")  # noqa: SLF001 - fsspec's hook
 
     @classmethod
     def _get_kwargs_from_urls(cls, path: str) -> dict[str, Any]:
         url = path.removeprefix("ckptfs+")
-        bare = fsspec_class(url.partition("://")[0])
-        return {} if bare is None else dict(bare._get_kwargs_from_urls(url))  # noqa: SLF001
+        fs_class = fsspec_class(url.partition("://")[0])
+        return {} if fs_class is None else dict(fs_class._get_kwargs_from_urls(url))  # noqa: SLF001
 
     def unstrip_protocol(self, name: str) -> str:
         """Return the URL that leads here again."""

@@ -70,9 +70,9 @@ def open_underlying(protocol: str, options: Mapping[str, Any]) -> AbstractFileSy
         return fsspec.filesystem("file", auto_mkdir=options.get("auto_mkdir", True))
     if protocol not in OBJECT_STORES:
         return StorageView(protocol, options_for_storage(protocol, options))
-    mine = {name: value for name, value in options.items() if name not in OURS}
+    library_options = {name: value for name, value in options.items() if name not in OURS}
     try:
-        return fsspec.filesystem(protocol, **{"use_listings_cache": False, **mine})
+        return fsspec.filesystem(protocol, **{"use_listings_cache": False, **library_options})
     except ImportError as error:
         raise MissingDriverError(
             f"the library of {protocol}:// is not installed",
