@@ -144,8 +144,8 @@ def plan_copies(
             newest = {(seal.artifact, seal.failure): seal.save_id for seal in wanted}
             wanted = [seal for seal in wanted if seal.save_id in newest.values()]
         case Every.ALL:
-            kept = _retained(wanted, copy, policy)
-            wanted = [seal for seal in wanted if seal.save_id in kept]
+            retained = _retained(wanted, copy, policy)
+            wanted = [seal for seal in wanted if seal.save_id in retained]
     ids = {seal.save_id for seal in wanted}
     return Todo(
         tuple(One(seal, fresh_id(seal.save_id, copy, tried)) for seal in wanted),
@@ -175,10 +175,10 @@ def reached(primary: Views, copy: Views, before: Reached | None = None) -> Reach
 
 def _retained(wanted: Sequence[Seal], copy: Views, policy: Policy) -> set[str]:
     """Return which of these saves the copy would keep once all of them were there."""
-    there = [live.seal for live in catalog(copy)]
-    after = plan_retention(_log_of([*there, *wanted]), policy.keep, policy.mine)
-    going = {gone.seal.save_id for gone in after.going}
-    return {seal.save_id for seal in wanted if seal.save_id not in going}
+    present = [live.seal for live in catalog(copy)]
+    after = plan_retention(_log_of([*present, *wanted]), policy.keep, policy.mine)
+    deleted = {gone.seal.save_id for gone in after.going}
+    return {seal.save_id for seal in wanted if seal.save_id not in deleted}
 
 
 def _log_of(seals: Sequence[Seal]) -> Views:

@@ -137,14 +137,14 @@ def find_held(source: RunSession, original: Original) -> Held:
 
 
 def _find_sealed(source: RunSession, seal: Seal) -> Held:
-    kept: list[Found] = []
+    found_here: list[Found] = []
 
     def look() -> _SourceReport:
         if source.placement.mine.id not in seal.domains:
             return _SourceReport(found=False, manifest=None)  # this node joined after the save
-        kept.append(_found_here(source, seal))
+        found_here.append(_found_here(source, seal))
         return _SourceReport(
-            found=True, manifest=kept[0].manifest if source.placement.is_owner else None
+            found=True, manifest=found_here[0].manifest if source.placement.is_owner else None
         )
 
     def decide(answers: Sequence[_SourceReport]) -> _Shown:
@@ -157,7 +157,7 @@ def _find_sealed(source: RunSession, seal: Seal) -> Held:
         return _Shown(None if all(a.found for a in answers) else manifest)
 
     shown = source.control.step("find the source", look, decide)
-    found = kept[0] if kept else None
+    found = found_here[0] if found_here else None
     manifest = shown.manifest if found is None else found.manifest
     if manifest is None:
         raise AssertionError("a sealed save has a manifest")
@@ -204,12 +204,12 @@ def _find_unlogged(source: RunSession, name: str) -> Held:
     found = locate(source, name)
     manifest = found.manifest
     if manifest is None:
-        told = source.control.step(
+        shown = source.control.step(
             "what stock torch wrote",
             lambda: None,
             lambda _: _Shown(stock_manifest(source.storage, name)),
         )
-        manifest = told.manifest
+        manifest = shown.manifest
     if manifest is None:
         raise AssertionError("the coordinator described it")
     ranks = tuple(range(source.control.size))
@@ -232,7 +232,7 @@ def stock_manifest(storage: Storage, name: str) -> Manifest:
     for info in metadata.storage_data.values():
         end = info.offset + info.length
         needs[info.relative_path] = max(end, needs.get(info.relative_path, 0))
-    files, seen = [], xxhash.xxh3_128(raw)
+    files, hasher = [], xxhash.xxh3_128(raw)
     for path, least in sorted(needs.items()):
         size, version = _look(storage, f"{name}/{path}")
         if size < least:
@@ -240,8 +240,8 @@ def stock_manifest(storage: Storage, name: str) -> Manifest:
                 f"{path} has {size} bytes, but its items need {least}", uri=storage.uri(name)
             )
         files.append(FileRecord(path, size))
-        seen.update(f"{path} {size} {version}".encode())
-    save_id = f"dcp-{seen.hexdigest()[:16]}"
+        hasher.update(f"{path} {size} {version}".encode())
+    save_id = f"dcp-{hasher.hexdigest()[:16]}"
     return Manifest(save_id, name, step_of(name, None), tuple(files), (), world_size=len(files))
 
 
@@ -481,14 +481,14 @@ def _write(source: RunSession, held: Held, attempt: Attempt, manner: Manner) -> 
     if found is None:
         return WrittenPart(())
     tasks = tasks_of(held.manifest)
-    mine = share_out(tasks, held.readers, source.control.size)[rank]
+    share = share_out(tasks, held.readers, source.control.size)[rank]
     title = f"copying {source.storage.uri(held.manifest.name)}"
-    total = sum(task.record.size_bytes for task in mine)
+    total = sum(task.record.size_bytes for task in share)
     with progress(title, total, rank=rank) if manner.shows else nullcontext(SILENT) as meter:
         part = copy_share(
-            mine,
+            share,
             manner.readable(source.storage, found.home, rank),
-            _place(attempt, is_kept_open=manner.kept),
+            _place(attempt, is_resumable=manner.kept),
             held.manifest.save_id,
             manner.stopped,
             meter=meter,
@@ -501,7 +501,7 @@ def _write(source: RunSession, held: Held, attempt: Attempt, manner: Manner) -> 
     return dataclasses.replace(part, payload=encode_metadata(metadata))
 
 
-def _place(attempt: Attempt, *, is_kept_open: bool) -> Writable:
+def _place(attempt: Attempt, *, is_resumable: bool) -> Writable:
     """Return where files of an attempt go.
 
     Plain names are kept; on object stores they are final before the commit.
@@ -509,12 +509,12 @@ def _place(attempt: Attempt, *, is_kept_open: bool) -> Writable:
     domain, is_object = attempt.session.placement.mine.id, attempt.keys.shape is Shape.OBJECT
     storage, save_id = attempt.storage, attempt.save_id
     if attempt.spec.artifact is not Kind.DIRECTORY:
-        return Writable(storage, attempt.prefix, save_id, domain, kept=is_kept_open)
+        return Writable(storage, attempt.prefix, save_id, domain, kept=is_resumable)
     guard = PlainNames(attempt) if is_object else None
     if guard is not None:
         guard.check()  # before the files as well, so that a conflict costs no upload
     prefix, held_by = f"{attempt.directory}/", None if is_object else domain
-    return Writable(storage, prefix, save_id, held_by, plain=True, guard=guard, kept=is_kept_open)
+    return Writable(storage, prefix, save_id, held_by, plain=True, guard=guard, kept=is_resumable)
 
 
 def _tellers(held: Held, target: RunSession) -> set[int]:

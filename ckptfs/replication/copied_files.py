@@ -163,11 +163,11 @@ def new_path(record: FileRecord, source_id: str, save_id: str) -> str:
 
     It is in the copy's own directory, even if the source shares the file.
     """
-    first, slash, rest = record.path.partition("/")
+    first, slash, remainder = record.path.partition("/")
     if not slash:
         return f"{save_id}/{first}"  # a file of torch's own writer
     # Two writers of shared files may have used one name.
-    return f"{save_id}/{rest}" if first == source_id else f"{save_id}/{first}.{rest}"
+    return f"{save_id}/{remainder}" if first == source_id else f"{save_id}/{first}.{remainder}"
 
 
 _LOOK_BYTES = 4 << 20
@@ -207,14 +207,14 @@ class FileCopier:
         if task.sidecar is None:
             return [made]
         self._go_on(task.sidecar)
-        beside = self._target.path(task.sidecar, self._source_id)
-        key = self._target.key(beside)
+        sidecar_path = self._target.path(task.sidecar, self._source_id)
+        key = self._target.key(sidecar_path)
         with self._target.storage.open_write(key, size_hint_bytes=len(sidecar)) as to:
             to.write(sidecar)
         self._tally.add(sent_bytes=len(sidecar))
         return [
-            replace(made, digests=beside),
-            FileRecord(beside, len(sidecar), self._target.domain, None, digest_of(sidecar)),
+            replace(made, digests=sidecar_path),
+            FileRecord(sidecar_path, len(sidecar), self._target.domain, None, digest_of(sidecar)),
         ]
 
     def _copy_data(self, checks: _Checks) -> FileRecord:
@@ -366,20 +366,22 @@ class FileCopier:
             if digest is None:
                 raise
             return digest
-        kept = first + writer.spared_bytes
+        resumed_bytes = first + writer.spared_bytes
         self._tally.add(
-            sent_bytes=record.size_bytes - kept, kept_bytes=kept, digests=check.compared
+            sent_bytes=record.size_bytes - resumed_bytes,
+            kept_bytes=resumed_bytes,
+            digests=check.compared,
         )
         return _file_digest(check)
 
     def _resumed(self, checks: _Checks, writer: DataWriter) -> tuple[Check, int]:
         """Compare what an earlier try left; return the check to continue with, and the offset."""
-        there, check = writer.there_bytes, checks.fresh()
-        buffer = memoryview(bytearray(min(_LOOK_BYTES, there)))
+        present_bytes, check = writer.there_bytes, checks.fresh()
+        buffer = memoryview(bytearray(min(_LOOK_BYTES, present_bytes)))
         with contextlib.suppress(IntegrityError):
-            for at in range(0, there, _LOOK_BYTES):
+            for at in range(0, present_bytes, _LOOK_BYTES):
                 self._go_on(checks.record)
-                view = buffer[: min(_LOOK_BYTES, there - at)]
+                view = buffer[: min(_LOOK_BYTES, present_bytes - at)]
                 writer.read_there(at, view)
                 check.update(view)
         if checks.digests is not None:
@@ -387,7 +389,7 @@ class FileCopier:
             check, before = checks.fresh(first), check.compared
             check.compared = before
         elif checks.record.digest is not None:
-            first = there
+            first = present_bytes
         else:
             check, first = checks.fresh(), 0  # without a digest it cannot be checked
         writer.skip(first)
@@ -484,12 +486,12 @@ def tasks_of(manifest: Manifest) -> tuple[CopyTask, ...]:
     On node-local disks every domain lists its own copies of replicated items; all are copied.
     """
     by_place = {(f.path, f.domain): f for f in manifest.files}
-    beside = {(f.digests, f.domain) for f in manifest.files if f.digests is not None}
+    sidecars = {(f.digests, f.domain) for f in manifest.files if f.digests is not None}
     metadata = f"{manifest.save_id}/{METADATA}"
     tasks = {
         f.path: CopyTask(f, None if f.digests is None else by_place.get((f.digests, f.domain)))
         for f in manifest.files
-        if f.path != metadata and (f.path, f.domain) not in beside
+        if f.path != metadata and (f.path, f.domain) not in sidecars
     }
     return tuple(tasks.values())
 
@@ -577,13 +579,13 @@ def _all_at_once(copier: FileCopier, tasks: Sequence[CopyTask], jobs: int) -> It
             raise
 
     with Threads(jobs, "ckptfs-file") as pool:
-        going = [pool.submit(copy, task) for task in tasks]
+        futures = [pool.submit(copy, task) for task in tasks]
         try:
-            wait(going)
+            wait(futures)
         except BaseException:
             copier.give_up.set()  # after Ctrl-C nothing more may be written
             raise
     if failures:
         raise failures[0]
-    for done in going:
+    for done in futures:
         yield from done.result()

@@ -155,8 +155,8 @@ def _came_first(writing: RunSession, item: Item) -> bool:
         return drive(read_view(), writing.storage) if writing.placement.is_owner else None
 
     def decide(found: Sequence[View | None]) -> bool:
-        taken = save_named(item.name, dict(s for s in found if s is not None))
-        return taken is not None and origin_of(taken.save_id) == item.origin
+        existing = save_named(item.name, dict(s for s in found if s is not None))
+        return existing is not None and origin_of(existing.save_id) == item.origin
 
     return writing.control.step("who came first", look, decide)
 
@@ -306,10 +306,10 @@ def copy_to(
             error.
     """
     options = CopyOptions(step, latest, overwrite, jobs, dry_run, shows, follow_links)
-    here = Place({**options_of(source), **(source_options or {})})
-    there = Place({**options_of(target), **(target_options or {})})
+    source_place = Place({**options_of(source), **(source_options or {})})
+    target_place = Place({**options_of(target), **(target_options or {})})
     with control_for(process_group, timeout_s) as control:
-        return copy_with(control, (source, here), (target, there), options)
+        return copy_with(control, (source, source_place), (target, target_place), options)
 
 
 def copy_with(
@@ -336,20 +336,20 @@ def copy_with(
         raise StateError(f"jobs is {options.jobs}; it counts files at once, from 1")
     if wanted.latest and wanted.step is not None:
         raise StateError("step and latest exclude each other", hint="pass step or latest")
-    (source_uri, here), (target_uri, there) = source, target
+    (source_uri, source_place), (target_uri, target_place) = source, target
     with _as_itself(control):
         at, to = agree_uri(control, source_uri), agree_uri(control, target_uri)
-        subject = control.step("what is there", lambda: None, lambda _: what_is(at, here))
+        subject = control.step("what is there", lambda: None, lambda _: what_is(at, source_place))
         if subject is Subject.RUN:
-            return _copy_run(control, (at, here), (to, there), wanted, options)
-        if wanted.is_told:
+            return _copy_run(control, (at, source_place), (to, target_place), wanted, options)
+        if wanted.is_given:
             raise UriError(
                 "step and latest choose from a run, but this is one checkpoint",
                 uri=at,
                 hint="pass the URI of the run",
             )
         into = str(target_uri).endswith("/")
-        return _copy_one(control, (at, here), (to, there), options, into=into)
+        return _copy_one(control, (at, source_place), (to, target_place), options, into=into)
 
 
 @contextlib.contextmanager
@@ -384,11 +384,11 @@ def _copy_one(
     control: Control, source: Side, target: Side, options: CopyOptions, *, into: bool
 ) -> CopyReport:
     started = time.perf_counter()
-    to, there = target
+    to, target_place = target
 
     def into_run(_: Sequence[None]) -> bool:
-        chosen = into or is_run(to, there)
-        refuse_nested(to if chosen else to.parent, there, source[0])
+        chosen = into or is_run(to, target_place)
+        refuse_nested(to if chosen else to.parent, target_place, source[0])
         return chosen
 
     into = control.step("into a run?", lambda: None, into_run)
@@ -396,11 +396,11 @@ def _copy_one(
     with reading_session(source[0], control, source[1]) as (reading, name):
         plan = _planned(
             reading,
-            (root, there),
+            (root, target_place),
             options,
             lambda here: plan_one(here, name, None if into else to.name),
         )
-        copier = _Copier(reading, (root, there), options)
+        copier = _Copier(reading, (root, target_place), options)
         return copier.run(plan, str(source[0]), str(root / plan.items[0].name), started)
 
 
@@ -472,11 +472,11 @@ class _Copier:
             writing: RunSession | None = None
             for item in plan.items:
                 if not item.status.is_due or self.options.dry_run:
-                    done.append(self._told(item))
+                    done.append(self._outcome(item))
                     continue
                 if writing is None:
-                    root, there = self.target
-                    writing = stack.enter_context(open_session(root, control, there, write=True))
+                    root, place = self.target
+                    writing = stack.enter_context(open_session(root, control, place, write=True))
                 done.append(self._copy_or_skip(writing, item, warnings))
         return CopyReport(
             source,
@@ -488,7 +488,7 @@ class _Copier:
             self.options.dry_run,
         )
 
-    def _told(self, item: Item) -> Copied:
+    def _outcome(self, item: Item) -> Copied:
         uri = str(self.target[0] / item.name)
         return Copied(
             item.name, item.kind.value, item.step, uri, None, item.status, item.size_bytes
@@ -504,7 +504,7 @@ class _Copier:
             if not self.skips_gone or not gone_meanwhile(self.reading, item, error):
                 raise
         warnings.append(f"{item.name} was deleted from the source before it was copied")
-        return self._told(replace(item, status=Status.GONE))
+        return self._outcome(replace(item, status=Status.GONE))
 
     def _copy(self, writing: RunSession, item: Item, warnings: list[str]) -> Copied:
         started, control = time.perf_counter(), self.reading.control
@@ -520,18 +520,18 @@ class _Copier:
         else:
             found = commit_copy(self.reading, writing, item, manner)
             if found is None:
-                return self._told(replace(item, status=Status.THERE))
+                return self._outcome(replace(item, status=Status.THERE))
             committed = found
         tally = manner.tally
         all_ = control.step("tally", lambda: (tally.sent_bytes, tally.kept_bytes, tally.digests))
         warnings += committed.warnings
-        sent, kept, digests = (sum(numbers) for numbers in zip(*all_, strict=True))
+        sent, resumed, digests = (sum(numbers) for numbers in zip(*all_, strict=True))
         return replace(
-            self._told(replace(item, status=Status.COPIED)),
+            self._outcome(replace(item, status=Status.COPIED)),
             save_id=committed.save_id,
-            size_bytes=sent + kept if item.size_bytes is None else item.size_bytes,
+            size_bytes=sent + resumed if item.size_bytes is None else item.size_bytes,
             copied_bytes=sent,
-            resumed_bytes=kept,
+            resumed_bytes=resumed,
             digests=digests,
             seconds=time.perf_counter() - started,
         )
@@ -577,11 +577,11 @@ def gather(
     """
     with control_for(process_group, timeout_s) as control:
         at, to = agree_uri(control, source), agree_uri(control, target)
-        here = Place({**options_of(source), **(storage_options or {})})
-        there = Place({**options_of(target), **(target_options or {})})
+        source_place = Place({**options_of(source), **(storage_options or {})})
+        target_place = Place({**options_of(target), **(target_options or {})})
         with (
-            reading_session(at, control, here) as (reading, name),
-            open_session(to.parent, control, there, write=True) as writing,
+            reading_session(at, control, source_place) as (reading, name),
+            open_session(to.parent, control, target_place, write=True) as writing,
         ):
             one = control.step(
                 "which to copy",
@@ -617,15 +617,15 @@ def _look(reading: RunSession, writing: RunSession) -> _BothLogs:
 def _choose(reports: Sequence[_BothLogs], name: str, at: Uri) -> One:
     views = dict(s.source for s in reports if s.source is not None)
     step, part = split_name(name)
-    whole = live_of(step, views, at)
-    if whole is None:
+    checkpoint = live_of(step, views, at)
+    if checkpoint is None:
         raise NotFoundError(
             "no log lists a committed checkpoint there",
             uri=at,
             hint="call list_checkpoints() on its parent to see what exists; ckptfs cp copies a "
             "checkpoint without a log too",
         )
-    seal = whole if part is None else part_of(whole, part, at)[0]
+    seal = checkpoint if part is None else part_of(checkpoint, part, at)[0]
     return One(
         seal, fresh_id(seal.save_id, dict(s.target for s in reports if s.target is not None))
     )

@@ -65,7 +65,7 @@ __all__ = [
     "plan_one",
     "plan_run",
     "refuse_nested",
-    "told_if_held",
+    "warning_if_held",
     "what_is",
 ]
 
@@ -153,24 +153,24 @@ class Loose:
 
 def loose_at(name: str, views: Views, storage: Storage) -> Loose | None:
     """Return the checkpoint with this name that no log lists; None if there is none."""
-    beside = drive(_beside(name, views, storage.root), storage)
-    if beside is None:
+    found = drive(_find_directory(name, views, storage.root), storage)
+    if found is None:
         return None
     origin = None
-    if beside.manifest is not None:
-        origin = origin_of(beside.manifest.save_id)
-    elif beside.checkpoint is not None:
+    if found.manifest is not None:
+        origin = origin_of(found.manifest.save_id)
+    elif found.checkpoint is not None:
         with contextlib.suppress(CkptfsError):  # if it is damaged, its origin stays unknown
             origin = stock_manifest(storage, name).save_id
-    return Loose(origin, beside.why)
+    return Loose(origin, found.why)
 
 
-def _beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
+def _find_directory(name: str, views: Views, root: Uri) -> Program[Beside | None]:
     yield Refresh(name)
     return (yield from look_at_directory(name, views, root))
 
 
-def told_if_held(views: Views, node: str, name: str) -> tuple[str, ...]:
+def warning_if_held(views: Views, node: str, name: str) -> tuple[str, ...]:
     """Return a warning if another job may resume from the copy ``name``, the target's new latest.
 
     That is so if the run's owner neither left nor is known to be dead. ``node`` is this process's,
@@ -181,11 +181,11 @@ def told_if_held(views: Views, node: str, name: str) -> tuple[str, ...]:
         return ()
     if newest.fence.node == node and not alive_here(newest.fence):
         return ()
-    told = (
+    warning = (
         f"the target is held by {describe(newest.fence)}: its latest will be the copy {name}, until "
         "that job commits the next"
     )
-    return (told,)
+    return (warning,)
 
 
 # -- what is copied --------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Wanted:
     latest: bool = False
 
     @property
-    def is_told(self) -> bool:
+    def is_given(self) -> bool:
         """Whether certain checkpoints were requested."""
         return self.latest or self.step is not None
 
@@ -320,8 +320,8 @@ def _is_part(at: Uri, place: Place) -> bool:
         contextlib.suppress(CkptfsError),  # reading above it may not be permitted
         looking_at(step.parent, place.storage_options) as look,
     ):
-        whole = live_of(step.name, look.views, step)
-        return whole is not None and any(ref.name == at.name for ref in whole.parts)
+        checkpoint = live_of(step.name, look.views, step)
+        return checkpoint is not None and any(ref.name == at.name for ref in checkpoint.parts)
     return False
 
 
@@ -335,10 +335,10 @@ def plan_one(here: Lookout, name: str, target_name: str | None) -> Plan:
     """
     where = here.storage.uri(name)
     step, part = split_name(name)
-    whole = live_of(step, here.source, where)
-    seal = whole
-    if whole is not None and part is not None:
-        seal = part_of(whole, part, where)[0]
+    checkpoint = live_of(step, here.source, where)
+    seal = checkpoint
+    if checkpoint is not None and part is not None:
+        seal = part_of(checkpoint, part, where)[0]
     item = _described(here, Original(name, seal), target_name or name.rpartition("/")[2])
     placed = (_placed(here, item, is_given=True),)
     return Plan(placed, _warnings(here, placed))
@@ -362,7 +362,7 @@ def plan_run(here: Lookout, wanted: Wanted) -> Plan:
             if wanted.step is not None:
                 raise
             return None  # it was removed after it was listed
-        return _placed(here, item, is_given=wanted.is_told)
+        return _placed(here, item, is_given=wanted.is_given)
 
     with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptfs-look") as pool:
         found = list(pool.map(look, originals))
@@ -380,11 +380,11 @@ def _wanted(here: Lookout, wanted: Wanted) -> list[Original]:
         loose = drive(newest(here.source, here.root, Kind.CHECKPOINT), here.storage)
         found = [] if loose is None else [Original(loose.uri.name)]
     else:
-        beside = drive(list_unlogged(here.source, here.root), here.storage)
+        unlogged = drive(list_unlogged(here.source, here.root), here.storage)
         # Checkpoints without a log come first, so that the target's newest commit is the log's newest.
-        found = [*(Original(c.uri.name) for c in beside), *sealed]
+        found = [*(Original(c.uri.name) for c in unlogged), *sealed]
     if wanted.step is not None:
-        steps = {c.uri.name: c.step for c in beside}
+        steps = {c.uri.name: c.step for c in unlogged}
         found = [
             one
             for one in found
@@ -416,7 +416,7 @@ def _warnings(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
 def _held(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
     training = [i for i in items if i.kind is Kind.CHECKPOINT and not i.failure]
     last = next((item for item in reversed(training) if item.status is Status.TO_COPY), None)
-    return () if last is None else told_if_held(here.target, here.node, last.name)
+    return () if last is None else warning_if_held(here.target, here.node, last.name)
 
 
 def _rolls_back(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
@@ -424,16 +424,16 @@ def _rolls_back(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
     order = [origin_of(live.seal.save_id) for live in history(here.source)]
     training = [i for i in items if i.kind is Kind.CHECKPOINT and not i.failure]
     last = next((item for item in reversed(training) if item.status.is_due), None)
-    there = latest(here.target, Kind.CHECKPOINT)
-    if last is None or there is None:
+    current = latest(here.target, Kind.CHECKPOINT)
+    if last is None or current is None:
         return ()
-    newest_unlogged = origin_of(there.seal.save_id)
-    known = last.origin in order and newest_unlogged in order
-    if not known or order.index(last.origin) >= order.index(newest_unlogged):
+    current_origin = origin_of(current.seal.save_id)
+    known = last.origin in order and current_origin in order
+    if not known or order.index(last.origin) >= order.index(current_origin):
         return ()
     warning = (
-        f"the latest there will be {last.name}, which is older than {there.seal.name}: the order of "
-        "commits is the order of copying"
+        f"the latest there will be {last.name}, which is older than {current.seal.name}: the order "
+        "of commits is the order of copying"
     )
     return (warning,)
 
@@ -482,11 +482,11 @@ def _size_of(here: Lookout, seal: Seal) -> int | None:
 
 def _placed(here: Lookout, item: Item, *, is_given: bool) -> Item:
     """Return the item with what is to be done about it, by what has the name at the target."""
-    taken = save_named(item.name, here.target)
-    if taken is not None:
-        if origin_of(taken.save_id) == item.origin:
+    existing = save_named(item.name, here.target)
+    if existing is not None:
+        if origin_of(existing.save_id) == item.origin:
             return replace(item, status=Status.THERE)
-        _may_replace(here, item, f"is another save ({taken.save_id})")
+        _may_replace(here, item, f"is another save ({existing.save_id})")
         return replace(item, status=Status.TO_REPLACE)
     loose = loose_at(item.name, here.target, here.there)
     if loose is not None and loose.origin == item.origin:
@@ -588,8 +588,10 @@ class CopyReport:
     @property
     def skipped_bytes(self) -> int:
         """Bytes that were there before: of complete copies, and from interrupted tries."""
-        whole = sum(one.size_bytes or 0 for one in self.checkpoints if one.status is Status.THERE)
-        return whole + sum(one.resumed_bytes for one in self.checkpoints)
+        complete = sum(
+            one.size_bytes or 0 for one in self.checkpoints if one.status is Status.THERE
+        )
+        return complete + sum(one.resumed_bytes for one in self.checkpoints)
 
     @property
     def digests(self) -> int:

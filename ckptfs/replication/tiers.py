@@ -173,8 +173,8 @@ class Drain:
         if the ranks lost each other.
         """
         control = self._source.control
-        said = _RankReport(urgent, self._stopped.is_set())
-        turn = control.step("copy: turn", lambda: said, lambda all_: self._turn(views, all_))
+        report = _RankReport(urgent, self._stopped.is_set())
+        turn = control.step("copy: turn", lambda: report, lambda all_: self._turn(views, all_))
         if turn.rests:
             return turn.waits
         try:
@@ -320,8 +320,8 @@ class Drain:
 
         def decide(found: Sequence[View | None]) -> str | None:
             lives = (live.seal for live in catalog(_views(found)))
-            taken = next((s for s in lives if s.name == seal.name), None)
-            return None if taken is None or origin_of(taken.save_id) == origin else taken.save_id
+            other = next((s for s in lives if s.name == seal.name), None)
+            return None if other is None or origin_of(other.save_id) == origin else other.save_id
 
         save_id = step_with_views(
             run.session.control,
@@ -458,16 +458,16 @@ def copies_of(given: Sequence[Any], run_uri: Any) -> tuple[Copy, ...]:
     Raises StateError if one of them is the run itself, or is given twice.
     """
     copies = tuple(one if isinstance(one, Copy) else Copy(one) for one in given)
-    seen = {Uri.parse(run_uri)}
+    known = {Uri.parse(run_uri)}
     for copy in copies:
         uri = Uri.parse(copy.uri)
-        if uri in seen:
+        if uri in known:
             raise StateError(
                 "a copy must have a place of its own, apart from the run and the other copies",
                 uri=uri,
                 hint="pass each place once",
             )
-        seen.add(uri)
+        known.add(uri)
     return copies
 
 
@@ -651,15 +651,15 @@ class Copier:
 
     def _round(self, *, urgent: bool) -> tuple[str, ...]:
         """Copy to all places; return the names that are left. Collective."""
-        kept: list[dict[str, LogState]] = []
+        gathered: list[dict[str, LogState]] = []
         with self._lock:
             before = frozenset(self._known)
 
         def gather(found: Sequence[View | None]) -> None:
-            kept.append(dict(f for f in found if f is not None))
+            gathered.append(dict(f for f in found if f is not None))
 
         step_with_views(self._control, "copy: look", self._look, lambda view: view, gather)
-        views = kept[0] if kept else {}
+        views = gathered[0] if gathered else {}
         left = [name for drain in self._drains for name in drain.round(views, urgent=urgent)]
         lives = {x.seal.save_id for x in catalog(views)}
         with self._lock:
@@ -675,22 +675,22 @@ class Copier:
         state = drive(catch_up(self._source.fold_from), self._source.storage)
         self._source.known.learn(state)
         # How far a copy is takes the whole log to find out, once; after that it is known.
-        whole = not all(drain.is_planned for drain in self._drains)
-        return self._source.placement.mine.id, state if whole else state.to_send(ids)
+        sends_all = not all(drain.is_planned for drain in self._drains)
+        return self._source.placement.mine.id, state if sends_all else state.to_send(ids)
 
     def _first_known(self, session: RunSession) -> set[str]:
         """Return all live saves: they wait until the catalogs were compared. Collective."""
-        kept: list[set[str]] = []
+        gathered: list[set[str]] = []
 
         def gather(found: Sequence[View | None]) -> None:
             views = dict(f for f in found if f is not None)
             seals = [live.seal for live in catalog(views)]
-            kept.append({seal.save_id for seal in seals})
+            gathered.append({seal.save_id for seal in seals})
 
         step_with_views(
             session.control, "copy: what there is", self._look, lambda view: view, gather
         )
-        return kept[0] if kept else set()
+        return gathered[0] if gathered else set()
 
 
 _Turns = queue.SimpleQueue[tuple[Copier, _Turn] | None]
@@ -701,7 +701,7 @@ def _work(turns: _Turns) -> None:
 
     An idle thread keeps no copier alive, so the runs of an abandoned copier are released.
     """
-    while (asked := turns.get()) is not None:
-        copier, turn = asked
+    while (request := turns.get()) is not None:
+        copier, turn = request
         copier.serve(turn)
-        del asked, copier, turn
+        del request, copier, turn

@@ -65,8 +65,8 @@ __all__ = ["Backoff", "Clock", "Eraser", "Retirer", "Tell", "failure_of"]
 
 logger = logging.getLogger("ckptfs.retention")
 
-_FIRST_REST_S = 30.0
-_LONGEST_REST_S = 3600.0
+_FIRST_PAUSE_S = 30.0
+_LONGEST_PAUSE_S = 3600.0
 
 Tell = Callable[[Event], None]
 Clock = Callable[[], float]  # seconds that only grow: time.monotonic
@@ -85,8 +85,8 @@ class Backoff:
         The next try may come at once, later ones less and less often.
         """
         self.failures += 1
-        rest_s = 0.0 if self.failures == 1 else _FIRST_REST_S * 2 ** (self.failures - 2)
-        self.until_s = now_s + min(rest_s, _LONGEST_REST_S)
+        pause_s = 0.0 if self.failures == 1 else _FIRST_PAUSE_S * 2 ** (self.failures - 2)
+        self.until_s = now_s + min(pause_s, _LONGEST_PAUSE_S)
         return self.failures == 1
 
 
@@ -270,8 +270,8 @@ class _Verdict:
         pins: The pinned saves that were replaced, each with the save that takes the pin over.
     """
 
-    kept: int
-    going: tuple[Deletable, ...]
+    kept_count: int
+    victims: tuple[Deletable, ...]
     halfway: tuple[Deletable, ...]
     pins: tuple[tuple[str, str], ...]
 
@@ -301,7 +301,7 @@ class Retirer:
         tell: Tell = lambda _: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._run, self._keep, self._mine = run, keep, is_ours
+        self._run, self._keep, self._is_ours = run, keep, is_ours
         self._tell, self._clock = tell, clock
         self._unentered: dict[str, Backoff] = {}
         self._eraser: Eraser | None = None
@@ -381,22 +381,22 @@ class Retirer:
         """
         where = session.storage.uri("")
 
-        def let_go(reports: Sequence[_RankReport]) -> Deletable:
+        def decide(reports: Sequence[_RankReport]) -> Deletable:
             views = _views(reports)
-            seal, kept = seal_of(save_id, views), reason_to_keep(save_id, views, BY_NAME)
-            if seal is None or (kept is not None and kept.cause is Cause.NOT_LIVE):
+            seal, obstacle = seal_of(save_id, views), reason_to_keep(save_id, views, BY_NAME)
+            if seal is None or (obstacle is not None and obstacle.cause is Cause.NOT_LIVE):
                 raise _not_live(save_id, where)
-            if kept is not None:
-                raise StateError(f"{seal.name} is not deleted: {kept.text}", uri=where)
+            if obstacle is not None:
+                raise StateError(f"{seal.name} is not deleted: {obstacle.text}", uri=where)
             return Deletable(seal, reason)
 
-        going = self._step_with_logs(session, "delete", (), let_go)
+        victim = self._step_with_logs(session, "delete", (), decide)
 
         def enter() -> Refusal | None:
             if not _holds(session, save_id):
                 return None
             self._unentered.setdefault(save_id, Backoff())  # checked again if the answer is lost
-            done = self._append(session, going, frozenset({save_id}), at_once=at_once)
+            done = self._append(session, victim, frozenset({save_id}), at_once=at_once)
             self._unentered.pop(save_id)
             gone = done.state.save(save_id).deleted
             return None if gone or not isinstance(done, Refused) else done.reason
@@ -405,7 +405,7 @@ class Retirer:
             if Refusal.FENCED in refusals:
                 raise FencedError("a newer owner has the run", uri=where)
             if any(refusals):
-                raise StateError(f"{going.seal.name} has just been pinned or used", uri=where)
+                raise StateError(f"{victim.seal.name} has just been pinned or used", uri=where)
 
         session.control.step("delete.enter", enter, judge)
         if self._eraser is not None:
@@ -454,7 +454,7 @@ class Retirer:
         session = self._run.session
         state = session.known.state
         views = {} if state is None else {session.placement.mine.id: state}
-        return sum(1 for live in catalog(views) if self._mine(live.seal))
+        return sum(1 for live in catalog(views) if self._is_ours(live.seal))
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Finish removals under way; return whether none is left running.
@@ -468,11 +468,11 @@ class Retirer:
 
     def _retain(self, session: RunSession, roots: Collection[str], at: int | None) -> Retained:
         verdict = self._step_with_logs(session, "retain", roots, self._decide, at)
-        if verdict.going or verdict.halfway or verdict.pins:
+        if verdict.victims or verdict.halfway or verdict.pins:
             # A barrier: when a save returns on any rank, the log no longer has what was deleted.
             session.control.step("retire", lambda: self._enter_all(session, verdict))
-        names = tuple(str(session.storage.uri(going.seal.name)) for going in verdict.going)
-        return Retained(verdict.kept, names)
+        names = tuple(str(session.storage.uri(victim.seal.name)) for victim in verdict.victims)
+        return Retained(verdict.kept_count, names)
 
     def _step_with_logs(
         self,
@@ -501,7 +501,7 @@ class Retirer:
         views = _views(reports)
         pins = tuple(inherited_pins(views))
         roots = frozenset(new for _, new in pins).union(*(s.roots for s in reports))
-        plan = plan_retention(views, self._keep, self._mine, roots, at=reports[0].at)
+        plan = plan_retention(views, self._keep, self._is_ours, roots, at=reports[0].at)
         return _Verdict(len(plan.kept), plan.going, tuple(half_deleted(views)), pins)
 
     def _enter_all(self, session: RunSession, verdict: _Verdict) -> None:
@@ -511,10 +511,10 @@ class Retirer:
         """
         for old, new in verdict.pins:
             self._pass_on(session, old, new)
-        together = frozenset(going.seal.save_id for going in verdict.going)
-        todo = [(g, together) for g in verdict.going] + [(g, frozenset()) for g in verdict.halfway]
-        for going, ids in todo:
-            if _holds(session, going.seal.save_id) and not self._enter(session, going, ids):
+        batch = frozenset(victim.seal.save_id for victim in verdict.victims)
+        todo = [(g, batch) for g in verdict.victims] + [(g, frozenset()) for g in verdict.halfway]
+        for victim, ids in todo:
+            if _holds(session, victim.seal.save_id) and not self._enter(session, victim, ids):
                 return
 
     def _pass_on(self, session: RunSession, old: str, new: str) -> None:
@@ -582,8 +582,8 @@ class Retirer:
         if isinstance(done, Appended):
             logger.info("%s is deleted (%s)", session.storage.uri(seal.name), victim.reason)
         if self._eraser is not None:
-            mine = [s for s in waiting(done.state) if s.save_id == save_id]
-            self._eraser.adopt(mine, victim.reason, at_once=at_once)
+            seals = [s for s in waiting(done.state) if s.save_id == save_id]
+            self._eraser.adopt(seals, victim.reason, at_once=at_once)
         return done
 
     def _adopt_unsure(self, eraser: Eraser) -> None:
