@@ -249,10 +249,10 @@ def _rounds_needed(ratio: float, half: float, rounds: int, least: int) -> int | 
     exclude one, or to be within the margin.
     """
     margin = math.log(MARGIN)
-    room = abs(ratio) if abs(ratio) >= margin else margin - abs(ratio)
-    if half <= room:  # it is small enough already, but there were too few rounds for an interval
+    limit = abs(ratio) if abs(ratio) >= margin else margin - abs(ratio)
+    if half <= limit:  # it is small enough already, but there were too few rounds for an interval
         return max(least, rounds + 1)
-    grow = (half / room) ** 2 if room > 0 else math.inf
+    grow = (half / limit) ** 2 if limit > 0 else math.inf
     if rounds * grow > MOST_ROUNDS:
         return None
     return max(least, rounds + 1, math.ceil(rounds * grow))
@@ -435,15 +435,15 @@ def slowdowns_of(result: Result) -> tuple[Slowdown, ...]:
             continue
         for engine in sorted(engines, key=lambda name: _at(order, name)):
             saving = engines[engine]
-            bare = alone.get(engine) or next(iter(alone.values()))
+            without_saves = alone.get(engine) or next(iter(alone.values()))
             found.append(
                 Slowdown(
                     workload,
                     target,
                     engine,
-                    spread([one.wall_s for one in bare]),
+                    spread([one.wall_s for one in without_saves]),
                     spread([one.wall_s for one in saving]),
-                    _paired(saving, bare),
+                    _paired(saving, without_saves),
                 )
             )
     return tuple(found)
@@ -526,9 +526,8 @@ def _known(samples: list[Sample], of: Callable[[Sample], int | None]) -> Spread 
 
 
 _DECIDES = ("cpu", "cores", "memory_gib", "filesystem")  # these prevent a comparison of machines
-_TOLD = frozenset(
-    {"rounds", "within_s", "warm_up_rounds", "engines"}
-)  # settings that do not prevent a comparison; all others do
+# Settings that do not prevent a comparison; all others do.
+_HARMLESS = frozenset({"rounds", "within_s", "warm_up_rounds", "engines"})
 _ALIKE = 1.1  # memory of two machines of one kind differs by what the firmware takes
 _MEASURED = 2.0  # measured properties of a machine, such as fsync_ms, count from this factor on
 
@@ -621,10 +620,10 @@ def compare_results(
     found = [
         *moved,
         *_of_machines(before.machine, after.machine),
-        *_each("setting", before.settings, after.settings, told=_TOLD),
+        *_each("setting", before.settings, after.settings, harmless=_HARMLESS),
         *_of_engines(before, after),
         *_of_limits(rows),
-        *_each("version of", before.versions, after.versions, told=None),
+        *_each("version of", before.versions, after.versions, harmless=None),
     ]
     missing = [
         *(f"only before: {_name(key)}" for key in old if key not in new),
@@ -651,11 +650,11 @@ def _chosen(result: Result, only: Sequence[str], phases: Sequence[str]) -> dict[
         (*where, engine): samples
         for where, engines in grouped(result)
         for engine, samples in engines.items()
-        if (not phases or where[2] in phases) and _is_asked((engine, *where[:2]), only)
+        if (not phases or where[2] in phases) and _is_selected((engine, *where[:2]), only)
     }
 
 
-def _is_asked(names: Sequence[str], only: Sequence[str]) -> bool:
+def _is_selected(names: Sequence[str], only: Sequence[str]) -> bool:
     return not only or any(fnmatchcase(name, glob) for name in names for glob in only)
 
 
@@ -665,7 +664,7 @@ def _timed(samples: Sequence[Sample]) -> list[float]:
 
 
 def _untimed(key: _Key, old: Sequence[Sample], new: Sequence[Sample]) -> str:
-    runs = [name for name, told in (("before", old), ("after", new)) if not _timed(told)]
+    runs = [name for name, samples in (("before", old), ("after", new)) if not _timed(samples)]
     return f"no time measured {' and '.join(runs)}: {_name(key)}"
 
 
@@ -702,7 +701,7 @@ def _same_target(before: Result, after: Result) -> tuple[Result, list[Difference
 
 def _of_machines(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     found = []
-    for one in _each("machine:", old, new, told=frozenset({*old, *new} - {*_DECIDES})):
+    for one in _each("machine:", old, new, harmless=frozenset({*old, *new} - {*_DECIDES})):
         name = one.what.removeprefix("machine: ").replace(" ", "_")
         factor = _factor(old.get(name), new.get(name))
         alike = _ALIKE if one.prevents else _MEASURED
@@ -720,18 +719,18 @@ def _factor(old: Any, new: Any) -> float | None:
 
 
 def _each(
-    what: str, old: Mapping[str, Any], new: Mapping[str, Any], *, told: frozenset[str] | None
+    what: str, old: Mapping[str, Any], new: Mapping[str, Any], *, harmless: frozenset[str] | None
 ) -> list[Difference]:
     """Return the fields that differ.
 
-    ``told``: the fields that do not prevent a comparison; None: no field prevents it.
+    ``harmless``: the fields that do not prevent a comparison; None: no field prevents it.
     """
     return [
         Difference(
             f"{what} {name.replace('_', ' ')}",
             str(old.get(name, "-")),
             str(new.get(name, "-")),
-            prevents=told is not None and name not in told,
+            prevents=harmless is not None and name not in harmless,
         )
         for name in dict.fromkeys((*old, *new))
         if old.get(name) != new.get(name)

@@ -169,8 +169,8 @@ class Clock:
         sent = received = None
         if wire is not None and now is not None:
             sent, received = now[0] - wire[0], now[1] - wire[1]
-        mine = _OwnReading(wall_s, cpu_s, sent, received, _added_bytes(before_bytes), error)
-        return _spent(self._group.gather(mine))
+        own = _OwnReading(wall_s, cpu_s, sent, received, _added_bytes(before_bytes), error)
+        return _spent(self._group.gather(own))
 
 
 def together(group: Group, call: Callable[[], object]) -> None:
@@ -214,8 +214,8 @@ def _spent(readings: list[_OwnReading]) -> Spent:
 
 
 def _sum(values: Any) -> int | None:
-    there = [value for value in values if value is not None]
-    return sum(there) if there else None
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _plain(raised: BaseException, rank: int) -> CkptfsError:

@@ -285,9 +285,9 @@ def _windows(state: State) -> Iterator[tuple[int, list[memoryview]]]:
     start = at = 0
     views: list[memoryview] = []
     for tensor in state.values():
-        whole = bytes_of(local_of(tensor))
-        for cut in range(0, len(whole), _MOVES.window_bytes):
-            view = whole[cut : cut + _MOVES.window_bytes]
+        data = bytes_of(local_of(tensor))
+        for cut in range(0, len(data), _MOVES.window_bytes):
+            view = data[cut : cut + _MOVES.window_bytes]
             if views and (
                 at - start + len(view) > _MOVES.window_bytes or len(views) == _MOST_VIEWS
             ):
@@ -307,9 +307,9 @@ def _read_views(fd: int, at: int, views: list[memoryview]) -> None:
             raise EOFError(f"{left} bytes are missing")
         at, left = at + done, left - done
         while done and left:
-            taken = min(done, len(views[0]))
-            done -= taken
-            views = [views[0][taken:], *views[1:]] if taken < len(views[0]) else views[1:]
+            used = min(done, len(views[0]))
+            done -= used
+            views = [views[0][used:], *views[1:]] if used < len(views[0]) else views[1:]
 
 
 def _together(threads: int, one: Callable[[_T], None], all_: Sequence[_T]) -> None:
@@ -517,10 +517,10 @@ class RawObstore(Driver):
         self._part = noise(_PART_BYTES)
 
     def about(self) -> Engine:
-        told = version_text("obstore")
+        version = version_text("obstore")
         return Engine(
             "raw",
-            f"{told}: multipart put and ranges of {_PART_BYTES >> 20} MiB, {_AT_ONCE} at once",
+            f"{version}: multipart put and ranges of {_PART_BYTES >> 20} MiB, {_AT_ONCE} at once",
             "every object's answer",
             "nothing",
             is_limit=True,
@@ -570,10 +570,10 @@ class RawFsspec(Driver):
 
     def about(self) -> Engine:
         known = PROTOCOLS.get(self.home.place.protocol)
-        told = version_text(known.usual if known else "fsspec")
+        version = version_text(known.usual if known else "fsspec")
         return Engine(
             "raw",
-            f"{told}: objects of {_OBJECT_BYTES >> 20} MiB, {_AT_ONCE} at once",
+            f"{version}: objects of {_OBJECT_BYTES >> 20} MiB, {_AT_ONCE} at once",
             "every object's answer",
             "nothing",
             is_limit=True,

@@ -158,8 +158,8 @@ def choose(asked: Sequence[str], place: Uri) -> tuple[list[Chosen], list[str]]:
         kind = ENGINES.get(name) or ON_REQUEST.get(name)
         if kind is None or (variant and name != "ckptfs" and variant not in kind.variants):
             raise StateError(f"no engine is called {word!r}", hint=f"one of {', '.join(_words())}")
-        there = place.protocol in OBJECT_STORES if name == "ckptfs" else place.is_local
-        if not kind.fits(place) or (variant and not there):
+        takes_variant = place.protocol in OBJECT_STORES if name == "ckptfs" else place.is_local
+        if not kind.fits(place) or (variant and not takes_variant):
             notes.append(f"{word} does not take part at {place}: not made for it")
             continue
         missing = [module for module in kind.needs if find_spec(module) is None]
@@ -275,4 +275,4 @@ def ready(chosen: Chosen, setting: Setting) -> Driver:
 
 def version_text(*packages: str) -> str:
     """Return ``torch 2.13.0, s3fs 2026.9.0`` for these ``packages``."""
-    return ", ".join(f"{name} {told}" for name, told in versions(*packages).items())
+    return ", ".join(f"{name} {version}" for name, version in versions(*packages).items())

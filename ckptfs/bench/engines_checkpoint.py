@@ -307,7 +307,7 @@ class S3TorchConnector(Driver):
         options = fsspec_options(self.home)
         client: dict[str, Any] = dict(options.get("client_kwargs") or {})
         endpoint = options.get("endpoint_url") or client.get("endpoint_url")
-        told = {
+        environment = {
             "AWS_ACCESS_KEY_ID": options.get("key"),
             "AWS_SECRET_ACCESS_KEY": options.get("secret"),
             "AWS_SESSION_TOKEN": options.get("token"),
@@ -315,15 +315,15 @@ class S3TorchConnector(Driver):
             "AWS_PROFILE": options.get("profile"),
         }
         # It takes credentials and endpoint only from the environment; this process belongs to us.
-        os.environ.update({name: str(value) for name, value in told.items() if value})
+        os.environ.update({name: str(value) for name, value in environment.items() if value})
         self._region = client.get("region_name") or os.environ.get("AWS_REGION") or "us-east-1"
         # Path style: otherwise it finds no bucket on a server that is given by its address.
         self._config = S3ClientConfig(force_path_style=endpoint is not None)
 
     def about(self) -> Engine:
-        told = version_text("s3torchconnector")
+        version = version_text("s3torchconnector")
         return Engine(
-            "s3torchconnector", f"{told} (S3StorageWriter)", "every object's answer", _UNVERIFIED
+            "s3torchconnector", f"{version} (S3StorageWriter)", "every object's answer", _UNVERIFIED
         )
 
     def save(self, state: State, at: Attempt) -> None:

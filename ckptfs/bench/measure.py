@@ -226,10 +226,10 @@ def loop_round(
             together(setting.group, saving.wait)
         raise
     together(setting.group, saving.wait)
-    told: list[list[Spent]] = setting.group.gather(saving.found)
+    stalls: list[list[Spent]] = setting.group.gather(saving.found)
     slowest = [
         Spent(max(s.wall_s for s in one), sum(s.cpu_s for s in one))
-        for one in zip(*told, strict=True)
+        for one in zip(*stalls, strict=True)
     ]
     return Looped(without, spent, slowest)
 
@@ -312,9 +312,9 @@ def _made(workload: WorkloadAsked, group: TorchGroup) -> _Moved:
 class _Ends:
     """The time limits of workloads at targets: those that are left share the remaining time."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._left = len(asked.workloads) * len(asked.targets)
-        self._end_s = None if asked.within_s is None else time.perf_counter() + asked.within_s
+    def __init__(self, request: Asked) -> None:
+        self._left = len(request.workloads) * len(request.targets)
+        self._end_s = None if request.within_s is None else time.perf_counter() + request.within_s
 
     def next_s(self) -> float | None:
         """Return when the next one has to end, on this rank's clock; None: no limit."""
@@ -336,13 +336,13 @@ class _AtTarget:
     ends_s: float | None = None
 
     def __init__(
-        self, asked: Asked, group: TorchGroup, say: Tell, home: Home, moved: _Moved
+        self, request: Asked, group: TorchGroup, say: Tell, home: Home, moved: _Moved
     ) -> None:
-        self._asked, self._group, self._say = asked, group, say
+        self._request, self._group, self._say = request, group, say
         self._home, self._moved = home, moved
-        self._setting = Setting(home, group, asked.durable)
+        self._setting = Setting(home, group, request.durable)
         self._clock = Clock(
-            group, Wire(home.wire, counts=group.is_first_of_node), asked.memory_from
+            group, Wire(home.wire, counts=group.is_first_of_node), request.memory_from
         )
         self._samples: list[Sample] = []
         self._round_s = 0.0
@@ -351,7 +351,7 @@ class _AtTarget:
 
     def run(self) -> None:
         """Run all rounds."""
-        chosen, notes = choose(self._asked.engines, self._home.place)
+        chosen, notes = choose(self._request.engines, self._home.place)
         self._note(notes)
         drivers = self._drivers(chosen)
         for number in self._rounds():
@@ -369,15 +369,15 @@ class _AtTarget:
         try:
             save = self._clock.time(lambda: driver.save(self._moved.state, at))
             self._sample(label, "save", number, save)
-            if "load_warm" in self._asked.phases:
+            if "load_warm" in self._request.phases:
                 self._load(label, driver, number, at, Cached.WARM)
-            if "load_cold" in self._asked.phases and has_cold(self._home):
+            if "load_cold" in self._request.phases and has_cold(self._home):
                 self._load(label, driver, number, at, Cached.COLD)
         except CkptfsError:
             with contextlib.suppress(CkptfsError):
                 self._clear(at)
             raise
-        if not (self._asked.keep and number == self._asked.rounds):
+        if not (self._request.keep and number == self._request.rounds):
             self._clear(at)
 
     def _load(self, label: str, driver: Driver, number: int, at: Attempt, cached: Cached) -> None:
@@ -424,7 +424,7 @@ class _AtTarget:
 
     def run_loop(self) -> None:
         """Run all rounds of a loop. Engines without asynchronous saves take no part."""
-        chosen, notes = choose(self._asked.engines, self._home.place)
+        chosen, notes = choose(self._request.engines, self._home.place)
         self._note(notes)
         quiet = [one.label for one in chosen if one.name not in LOOPERS]
         self._note(f"{name} takes no part in a training loop" for name in quiet)
@@ -445,7 +445,7 @@ class _AtTarget:
         try:
             with contextlib.closing(open_looper(name, driver, at, self._moved.state)) as looper:
                 found = loop_round(
-                    self._clock, looper, self._moved.state, self._asked.loop, self._setting
+                    self._clock, looper, self._moved.state, self._request.loop, self._setting
                 )
         finally:
             self._clear(at)
@@ -458,11 +458,11 @@ class _AtTarget:
 
     def _rounds(self) -> Iterator[int]:
         """Yield the rounds' numbers, warm-ups first; after round 1, only while there is time."""
-        for number in range(1 - self._asked.warm_ups, self._asked.rounds + 1):
+        for number in range(1 - self._request.warm_ups, self._request.rounds + 1):
             if number > 1 and self._is_late():
                 self._say(
-                    f"{self._moved.spec.name} at {self._home.place}: {number - 1} of {self._asked.rounds} rounds "
-                    f"fit into {self._asked.within_s:g} s"
+                    f"{self._moved.spec.name} at {self._home.place}: {number - 1} of {self._request.rounds} "
+                    f"rounds fit into {self._request.within_s:g} s"
                 )
                 return
             began_s = time.perf_counter()
@@ -494,18 +494,18 @@ class _AtTarget:
 
     def _leave(self, label: str, error: CkptfsError) -> None:
         """Handle an engine's failure: leave it out at this target, or end the benchmark."""
-        if label in self._asked.engines or label == "ckptfs":
+        if label in self._request.engines or label == "ckptfs":
             raise error
         self._samples = [one for one in self._samples if one.engine != label]
-        told = mask_credentials(str(error))
-        self._say(f"{label} failed at {self._home.place} and was left out there: {told}")
+        reason = mask_credentials(str(error))
+        self._say(f"{label} failed at {self._home.place} and was left out there: {reason}")
 
     def _attempt(self, label: str, number: int) -> Attempt:
         name = f"{self._moved.spec.name}-{label.replace(':', '-')}-{number}"
         return Attempt(self._home, name)
 
     def _sample(self, label: str, phase: Phase, number: int, spent: Spent) -> None:
-        if number < 1 or phase not in (*self._asked.phases, *_OF_A_LOOP):
+        if number < 1 or phase not in (*self._request.phases, *_OF_A_LOOP):
             return
         sent, received = spent.sent_bytes, spent.received_bytes
         if self._home.wire is WireKind.LOOPBACK:
@@ -527,10 +527,10 @@ class _AtTarget:
         )
 
     def _tell_round(self, number: int, label: str) -> None:
-        told = f"round {number} of {self._asked.rounds}" if number > 0 else "warm-up"
-        text = f"{self._moved.spec.name} at {self._home.place}: {told}, {label}"
+        turn = f"round {number} of {self._request.rounds}" if number > 0 else "warm-up"
+        text = f"{self._moved.spec.name} at {self._home.place}: {turn}, {label}"
         if self._round_s:
-            left_s = self._round_s * (self._asked.rounds - max(number, 1) + 1)
+            left_s = self._round_s * (self._request.rounds - max(number, 1) + 1)
             if self.ends_s is not None:
                 left_s = min(left_s, max(self._round_s, self.ends_s - time.perf_counter()))
             text += f"; less than {left_s:.0f} s left here"

@@ -282,10 +282,10 @@ def _once(found: list[Any], one: Any) -> None:
         found.append(one)
 
 
-def _merged(told: Sequence[Engine]) -> list[Engine]:
+def _merged(engines: Sequence[Engine]) -> list[Engine]:
     """Return one engine per name, because engines promise different things at different targets."""
     found: dict[str, Engine] = {}
-    for one in told:
+    for one in engines:
         before = found.get(one.name)
         if before is None:
             found[one.name] = one

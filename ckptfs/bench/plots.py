@@ -182,12 +182,12 @@ def plots_of(result: Result) -> tuple[Plot, ...]:
 
 def _apart(plots: Sequence[Plot]) -> Iterator[Plot]:
     """Give plots different file names, even if workloads differ only in replaced characters."""
-    taken: set[str] = set()
+    used: set[str] = set()
     for plot in plots:
         name, number = plot.name, 2
-        while name in taken:
+        while name in used:
             name, number = f"{plot.name}-{number}", number + 1
-        taken.add(name)
+        used.add(name)
         yield replace(plot, name=name)
 
 
@@ -216,15 +216,15 @@ def _printable(text: str) -> str:
 
 def _sheet(metric: _Metric, workload: str, rows: Sequence[Row]) -> _Sheet | None:
     """Return what a figure shows; None if nothing of it was measured."""
-    told = [row for row in rows if row.workload == workload and row.phase in metric.phases]
+    selected = [row for row in rows if row.workload == workload and row.phase in metric.phases]
     cells: dict[tuple[str, str, str], Spread] = {
         (row.target, row.phase, row.engine): values
-        for row in told
+        for row in selected
         if (values := metric.of(row)) is not None
     }
     if not any(values.most > _LEAST for values in cells.values()):
         return None
-    shown = [row for row in told if (row.target, row.phase, row.engine) in cells]
+    shown = [row for row in selected if (row.target, row.phase, row.engine) in cells]
     largest = max(values.median for values in cells.values())
     fitting = [unit for unit in metric.units if largest >= 0.1 * unit[1]] or [metric.units[0]]
     engines = dict.fromkeys(row.engine for row in shown if not row.is_limit)
@@ -324,7 +324,7 @@ def _panel(axis: Axes, sheet: _Sheet, target: str, phase: str, colours: dict[str
 
 def _in_words(sheet: _Sheet, titles: dict[str, str]) -> str:
     """Return the alternative text of a figure, with all its medians."""
-    told = []
+    sentences = []
     for target in sheet.targets:
         for phase in sheet.phases:
             numbers = [
@@ -332,11 +332,13 @@ def _in_words(sheet: _Sheet, titles: dict[str, str]) -> str:
                 for engine in sheet.engines
                 if (target, phase, engine) in sheet.cells
             ]
-            told.append(f"{titles.get(target, target)}, {phase_text(phase)}: {', '.join(numbers)}.")
+            sentences.append(
+                f"{titles.get(target, target)}, {phase_text(phase)}: {', '.join(numbers)}."
+            )
     head = (
         f"{sheet.metric.title}, {sheet.workload}, medians in {sheet.unit}, {sheet.metric.better}."
     )
-    return " ".join([head, *told])
+    return " ".join([head, *sentences])
 
 
 def _bytes(figure: Figure, ending: str, **settings: Any) -> bytes:

@@ -112,7 +112,7 @@ def _measure(orders: dict[str, Any], tell: Any) -> None:
     if orders["port"] is None:
         tell(json.dumps({"port": store.port}))
     group = joined_group(orders["rank"], orders["ranks"], store)
-    measure_ranks(decode_asked(orders["asked"]), group, lambda told: tell(encode_told(told)))
+    measure_ranks(decode_asked(orders["asked"]), group, lambda report: tell(encode_told(report)))
     group.barrier()
 
 

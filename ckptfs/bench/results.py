@@ -324,16 +324,16 @@ def try_place(path: str | Path) -> None:
     uri = Uri.parse(str(path))
     target = Path(uri.local_path)
     made = [p for p in target.parents if not p.exists()]
-    aside = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    scratch = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     with translated(uri, "write"):
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(b"{}")
+            scratch.write_bytes(b"{}")
         finally:
             with contextlib.suppress(OSError):
-                aside.unlink()
+                scratch.unlink()
             for directory in made:
                 with contextlib.suppress(OSError):
                     directory.rmdir()
@@ -368,15 +368,15 @@ def write_file(path: str | Path, data: bytes) -> None:
     """
     uri = Uri.parse(str(path))
     target = Path(uri.local_path)
-    aside = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    scratch = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     with translated(uri, "write"):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            aside.write_bytes(data)
-            aside.replace(target)
+            scratch.write_bytes(data)
+            scratch.replace(target)
         except BaseException:
             with contextlib.suppress(OSError):
-                aside.unlink()
+                scratch.unlink()
             raise
 
 
@@ -417,16 +417,16 @@ def conditions_text(result: Result, workload: str) -> str:
         A phrase; "" if the result does not say.
     """
     found = next((one for one in result.workloads if one.name == workload), None)
-    told = []
+    phrases = []
     if found is not None and found.half_tensor_bytes is not None:
         least, largest = (
             bytes_text(found.least_tensor_bytes),
             bytes_text(found.largest_tensor_bytes),
         )
         half = bytes_text(found.half_tensor_bytes)
-        told.append(f"tensors of {least} to {largest}, half of the bytes in those up to {half}")
+        phrases.append(f"tensors of {least} to {largest}, half of the bytes in those up to {half}")
     if "ranks" in result.settings:
-        told.append(f"ranks: {result.settings['ranks']}")
+        phrases.append(f"ranks: {result.settings['ranks']}")
     if "omp_num_threads" in result.settings:
-        told.append(f"OMP_NUM_THREADS={result.settings['omp_num_threads']}")
-    return "; ".join(told)
+        phrases.append(f"OMP_NUM_THREADS={result.settings['omp_num_threads']}")
+    return "; ".join(phrases)

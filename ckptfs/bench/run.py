@@ -66,10 +66,10 @@ class _Ranks:
     """The processes of the ranks, and one queue for all their messages."""
 
     scratch: Path
-    heard: queue.SimpleQueue[dict[str, Any] | _Ended] = field(default_factory=queue.SimpleQueue)
+    messages: queue.SimpleQueue[dict[str, Any] | _Ended] = field(default_factory=queue.SimpleQueue)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, rank: int, asked: Asked, port: int | None) -> None:
+    def start(self, rank: int, request: Asked, port: int | None) -> None:
         reading, writing = os.pipe()
         with open(self._log(rank), "w", encoding="utf-8") as log:
             try:
@@ -78,7 +78,7 @@ class _Ranks:
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
-                    env=self._environment(rank, asked.ranks),
+                    env=self._environment(rank, request.ranks),
                     pass_fds=(writing,),
                     text=True,
                     # A terminal's Ctrl-C must reach only this process, which then ends the ranks.
@@ -88,10 +88,10 @@ class _Ranks:
                 os.close(writing)
         self.processes.append(process)
         self._watch(rank, process, os.fdopen(reading, encoding="utf-8"))
-        orders = {"rank": rank, "ranks": asked.ranks, "port": port, "line": writing}
+        orders = {"rank": rank, "ranks": request.ranks, "port": port, "line": writing}
         assert process.stdin is not None  # noqa: S101 - it is a pipe
         with contextlib.suppress(BrokenPipeError):  # it died at once, which the watcher reports
-            process.stdin.write(json.dumps(orders | {"asked": encode_asked(asked)}) + "\n")
+            process.stdin.write(json.dumps(orders | {"asked": encode_asked(request)}) + "\n")
             process.stdin.flush()
 
     def end(self) -> None:
@@ -112,8 +112,8 @@ class _Ranks:
         def listen() -> None:
             with line:
                 for text in line:
-                    self.heard.put(json.loads(text))
-            self.heard.put(_Ended(rank, process.wait()))
+                    self.messages.put(json.loads(text))
+            self.messages.put(_Ended(rank, process.wait()))
 
         threading.Thread(target=listen, name=f"bench-rank-{rank}", daemon=True).start()
 
@@ -154,18 +154,18 @@ def run_ranks(asked: Asked, scratch: str, take: Callable[[Told], None]) -> None:
         ranks.start(0, asked, None)
         left = asked.ranks
         while left:
-            heard = ranks.heard.get()
-            if isinstance(heard, _Ended):
-                if heard.code:
-                    raise _died(ranks, heard)
+            message = ranks.messages.get()
+            if isinstance(message, _Ended):
+                if message.code:
+                    raise _died(ranks, message)
                 left -= 1
-            elif "failed" in heard:
-                raise _error(heard["failed"])
-            elif "port" in heard:
+            elif "failed" in message:
+                raise _error(message["failed"])
+            elif "port" in message:
                 for rank in range(1, asked.ranks):
-                    ranks.start(rank, asked, heard["port"])
-            elif "kind" in heard:
-                take(decode_told(heard))
+                    ranks.start(rank, asked, message["port"])
+            elif "kind" in message:
+                take(decode_told(message))
 
 
 @contextlib.contextmanager
@@ -179,9 +179,10 @@ def _started(scratch: Path) -> Iterator[_Ranks]:
 
 def _died(ranks: _Ranks, ended: _Ended) -> CkptfsError:
     how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
-    said = ranks.last_words(ended.rank)
+    last_words = ranks.last_words(ended.rank)
     return CkptfsError(
-        f"rank {ended.rank} of the benchmark ended with {how}" + (f":\n{said}" if said else ""),
+        f"rank {ended.rank} of the benchmark ended with {how}"
+        + (f":\n{last_words}" if last_words else ""),
         rank=ended.rank,
     )
 
@@ -259,10 +260,10 @@ def measure(
     show = progress or (lambda _: None)
     gathered = Gathered()
 
-    def take(told: Told) -> None:
-        if isinstance(told, Progress):
-            show(told.text)
-        gathered.take(told)
+    def take(report: Told) -> None:
+        if isinstance(report, Progress):
+            show(report.text)
+        gathered.take(report)
 
     for target in asked.targets:
         choose(asked.engines, target.place)  # an unknown name is reported at once
@@ -302,18 +303,18 @@ def _beaten(result: Result) -> Iterator[str]:
             )
 
 
-def _here(asked: Asked, take: Callable[[Told], None]) -> dict[str, Any]:
-    homes = [Home(target) for target in asked.targets]
-    check_fits(asked, homes, asked.ranks)
-    with cleaned(homes, keep=asked.keep):
+def _here(request: Asked, take: Callable[[Told], None]) -> dict[str, Any]:
+    homes = [Home(target) for target in request.targets]
+    check_fits(request, homes, request.ranks)
+    with cleaned(homes, keep=request.keep):
         machine = describe(_local_directory(homes))
         with tempfile.TemporaryDirectory(prefix="ckptfs-bench-") as scratch:
-            run_ranks(asked, scratch, take)
+            run_ranks(request, scratch, take)
     return machine
 
 
 def _as_one_of_many(
-    asked: Asked, take: Callable[[Told], None], first: Callable[[], None] | None
+    request: Asked, take: Callable[[Told], None], first: Callable[[], None] | None
 ) -> tuple[Asked, dict[str, Any] | None]:
     from ckptfs.bench.clock import together
     from ckptfs.bench.measure import measure_ranks
@@ -321,19 +322,21 @@ def _as_one_of_many(
 
     group = joined_group()
     # Every rank made names of homes; those of rank 0 are used.
-    asked = replace(group.gather(asked)[0], ranks=group.size)
-    homes = [Home(target) for target in asked.targets]
+    request = replace(group.gather(request)[0], ranks=group.size)
+    homes = [Home(target) for target in request.targets]
     if first is not None:
         together(group, lambda: first() if group.rank == 0 else None)
-    _agree(group.gather(_refused(asked, homes) if group.is_first_of_node else None))
-    mine = [h for h in homes if (group.is_first_of_node if h.place.is_local else group.rank == 0)]
-    with _undrawn(), cleaned(mine, keep=asked.keep):
+    _agree(group.gather(_refused(request, homes) if group.is_first_of_node else None))
+    own_homes = [
+        h for h in homes if (group.is_first_of_node if h.place.is_local else group.rank == 0)
+    ]
+    with _undrawn(), cleaned(own_homes, keep=request.keep):
         group.barrier()
         machine = describe(_local_directory(homes)) if group.rank == 0 else None
-        measure_ranks(asked, group, take)
+        measure_ranks(request, group, take)
         group.barrier()
     group.barrier()
-    return asked, machine
+    return request, machine
 
 
 def _agree(errors: Iterable[CkptfsError | None]) -> None:
@@ -342,31 +345,33 @@ def _agree(errors: Iterable[CkptfsError | None]) -> None:
             raise error
 
 
-def _refused(asked: Asked, homes: list[Home]) -> CkptfsError | None:
+def _refused(request: Asked, homes: list[Home]) -> CkptfsError | None:
     try:
-        check_fits(asked, homes, int(os.environ.get("LOCAL_WORLD_SIZE", asked.ranks)))
+        check_fits(request, homes, int(os.environ.get("LOCAL_WORLD_SIZE", request.ranks)))
     except CkptfsError as error:
         return error
     return None
 
 
-def check_fits(asked: Asked, homes: list[Home], local_ranks: int) -> None:
+def check_fits(request: Asked, homes: list[Home], local_ranks: int) -> None:
     """Raise NoSpaceError or StateError if the benchmark does not fit the storage or memory here.
 
     local_ranks: how many of the ranks run on this machine.
     """
     largest = most = 0
-    for workload in asked.workloads:
+    for workload in request.workloads:
         size_bytes = workload.made().size_bytes
-        saves = (asked.loop.steps - 1) // asked.loop.every if workload.kind == "loop" else 1
+        saves = (request.loop.steps - 1) // request.loop.every if workload.kind == "loop" else 1
         largest = max(largest, size_bytes)
         most = max(most, size_bytes * saves)
-    engines = len(asked.engines) or 6
-    kept = sum(w.made().size_bytes for w in asked.workloads) * engines if asked.keep else 0
+    engines = len(request.engines) or 6
+    stored_bytes = (
+        sum(w.made().size_bytes for w in request.workloads) * engines if request.keep else 0
+    )
     for home in homes:
-        home.check_space(most + kept)
+        home.check_space(most + stored_bytes)
     # The state, the tensors to load into, and what torch.load and others hold in addition.
-    needed = 3 * largest * local_ranks // asked.ranks
+    needed = 3 * largest * local_ranks // request.ranks
     free = available_memory_bytes()
     if free is not None and needed > free:
         raise StateError(
@@ -384,14 +389,14 @@ def cleaned(homes: list[Home], *, keep: bool) -> Iterator[None]:
     failed.
     """
     made = [_missing(home) for home in homes]
-    whole = False
+    succeeded = False
     try:
         for home in homes:
             home.make()
         yield
-        whole = True
+        succeeded = True
     finally:
-        if not (keep and whole):
+        if not (keep and succeeded):
             failures: list[StorageError] = []
             for home, directories in zip(homes, made, strict=True):
                 try:
@@ -401,7 +406,7 @@ def cleaned(homes: list[Home], *, keep: bool) -> Iterator[None]:
                 for directory in directories:
                     with contextlib.suppress(OSError):
                         directory.rmdir()
-            if failures and whole:
+            if failures and succeeded:
                 raise failures[0]
 
 

@@ -101,10 +101,10 @@ class Home:
             return "the server's caches cannot be emptied from here: every load may find them warm"
         if not has_cold(self):
             return "it is memory: there is no cold load"
-        told = "cold: this machine's page cache was emptied of the files"
+        text = "cold: this machine's page cache was emptied of the files"
         if self.kind in _OVER_NETWORK or self.kind.startswith("fuse"):
-            return f"{told}; the server's caches were not"
-        return f"{told}; caches of the disk and of a hypervisor were not"
+            return f"{text}; the server's caches were not"
+        return f"{text}; caches of the disk and of a hypervisor were not"
 
     @property
     def wire(self) -> WireKind:
@@ -231,15 +231,15 @@ def endpoint_of(place: Uri, options: Mapping[str, Any]) -> str | None:
         options: Its storage_options.
     """
     client = options.get("client_kwargs")
-    told = (
+    endpoint = (
         options.get("endpoint_url")
         or (client.get("endpoint_url") if isinstance(client, Mapping) else None)
         or place.options.get("endpoint_url")
         or (os.environ.get("AWS_ENDPOINT_URL_S3") if place.protocol in ("s3", "s3a") else None)
         or (os.environ.get("AWS_ENDPOINT_URL") if place.protocol in ("s3", "s3a") else None)
     )
-    if told:
-        parts = urlsplit(str(told))
+    if endpoint:
+        parts = urlsplit(str(endpoint))
         return f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
     if place.protocol in ("webhdfs", "hdfs", "http", "https"):
         return place.authority or None

@@ -509,8 +509,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
     import torch
 
     # Compare as integers, so that NaN equals itself, and 0.0 does not equal -0.0.
-    whole = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.view(whole), b.view(whole))
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(integer), b.view(integer))
 
 
 def _made(
