@@ -199,8 +199,8 @@ def storage_alignment_bytes() -> int:
     """Return the multiple to which torch.save aligns data in archives; 64 before torch 2.7."""
     from torch import serialization
 
-    asked = getattr(serialization, "_get_storage_alignment", None)
-    return int(asked()) if asked else 64
+    getter = getattr(serialization, "_get_storage_alignment", None)
+    return int(getter()) if getter else 64
 
 
 def save_without_data(tensor: Any, sink: Any) -> None:

@@ -447,8 +447,8 @@ def checkpoint_dir(
             target = agree_uri(control, uri)
             session, name = stack.enter_context(reading_session(target, control, place))
             found = locate_directory(session, name)
-            kept = None if into is None else os.fspath(into)
-            yield stack.enter_context(fetched(session, found, into=kept, follow_links=follow_links))
+            path = None if into is None else os.fspath(into)
+            yield stack.enter_context(fetched(session, found, into=path, follow_links=follow_links))
         return
     if into is not None:
         raise StateError(f"into is {into!r} and nothing is read", hint='it goes with mode="read"')

@@ -144,7 +144,7 @@ class SaveResult:
         left = (
             f", {size_text(self.replaced_bytes)} of older ones stay" if self.replaced_bytes else ""
         )
-        return f"saved {_told(self)}{left}{warned}"
+        return f"saved {_summary(self)}{left}{warned}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +177,14 @@ class LoadResult:
 
     def __str__(self) -> str:
         """One line; ``repr`` has every counter."""
-        told = f"loaded {_told(self)}" + ("" if self.verified else ", not verified")
+        text = f"loaded {_summary(self)}" + ("" if self.verified else ", not verified")
         for what, keys in (("missing", self.missing_keys), ("unexpected", self.unexpected_keys)):
             if keys:
-                told += f", {len(keys)} {what} keys"
-        return told
+                text += f", {len(keys)} {what} keys"
+        return text
 
 
-def _told(result: SaveResult | LoadResult) -> str:
+def _summary(result: SaveResult | LoadResult) -> str:
     """Return what, how much and how long, for all ranks."""
     shown = size_text(result.total.size_bytes)
     step = "" if result.step is None else f" (step {result.step})"

@@ -115,11 +115,11 @@ class Uri:
         _refuse_unprintable(text)
         if not text.strip():
             raise UriError("an empty URI", hint="pass a path or a URI such as s3://bucket/run")
-        bare = text.removeprefix(_PREFIX)
-        found = _SCHEME.match(bare)
+        stripped = text.removeprefix(_PREFIX)
+        found = _SCHEME.match(stripped)
         if found is None:
             return _parse_path(text, base)
-        return _parse_uri(found[1].lower(), bare[found.end() :], _shown(text))
+        return _parse_uri(found[1].lower(), stripped[found.end() :], _shown(text))
 
     @property
     def is_local(self) -> bool:

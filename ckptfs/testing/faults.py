@@ -223,7 +223,7 @@ class Plan:
         self.faults = list(faults)
         self.trace: list[Operation] = []
         self._trace_path = trace_path
-        self._seen = [0] * len(self.faults)
+        self._counts = [0] * len(self.faults)
         self._late: list[tuple[int, Done]] = []
         self._lock = threading.RLock()
 
@@ -249,7 +249,7 @@ class Plan:
         """Add a ``fault``. It counts operations from now on."""
         with self._lock:
             self.faults.append(fault)
-            self._seen.append(0)
+            self._counts.append(0)
 
     def begin(self, op: str, key: str) -> Action | None:
         """Count one operation ``op`` on ``key``.
@@ -266,8 +266,8 @@ class Plan:
             found: Action | None = None
             for index, fault in enumerate(self.faults):
                 if fault.is_for(op, key):
-                    self._seen[index] += 1
-                    if found is None and fault.nth in (None, self._seen[index]):
+                    self._counts[index] += 1
+                    if found is None and fault.nth in (None, self._counts[index]):
                         found = fault.action
         _deliver(due)
         return found

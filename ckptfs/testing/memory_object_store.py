@@ -264,9 +264,9 @@ def open_memory_objects(uri: Uri, storage_options: Mapping[str, Any]) -> ObjectS
     Raises:
         UriError: Another option is given, or there are several processes.
     """
-    options, rest = parse_options(uri, storage_options)
-    if rest:
-        raise UriError(f"objects+memory:// has no option {min(rest)!r}", uri=uri)
+    options, unknown = parse_options(uri, storage_options)
+    if unknown:
+        raise UriError(f"objects+memory:// has no option {min(unknown)!r}", uri=uri)
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UriError("objects+memory:// belongs to one process", uri=uri)
     return ObjectStorage(uri, MemoryObjectClient(uri.authority), options)
@@ -418,9 +418,9 @@ class MemoryObjectClient(ObjectClient):
             case IfAbsent():
                 manner, holds = manners.if_absent, held is None
             case IfMatch(etag):
-                told = "" if held is None else held.etag
-                bare = manners.if_match is Manner.BARE_ONLY
-                manner, holds = manners.if_match, etag == (told.strip('"') if bare else told)
+                stored = "" if held is None else held.etag
+                plain = manners.if_match is Manner.BARE_ONLY
+                manner, holds = manners.if_match, etag == (stored.strip('"') if plain else stored)
                 if held is None and manner is not Manner.IGNORES:
                     raise NotFoundError("put failed: NoSuchKey", uri=self._uri(key))
             case _:
@@ -505,20 +505,20 @@ class _MemoryUpload(Upload):
         return held
 
     def _check(self, parts: list[bytes], numbers: set[int]) -> None:
-        limits, whole = self._client.limits, parts[:-1]
+        limits, full_parts = self._client.limits, parts[:-1]
         wrong = (
             "InvalidPart: gaps"
             if numbers != set(range(len(numbers))) or not parts
             else "too many parts"
             if len(parts) > limits.max_parts
             else "EntityTooSmall"
-            if any(len(p) < limits.min_part_bytes for p in whole)
+            if any(len(p) < limits.min_part_bytes for p in full_parts)
             else "a part is no multiple"
-            if any(len(p) % limits.part_multiple_bytes for p in whole)
+            if any(len(p) % limits.part_multiple_bytes for p in full_parts)
             else "EntityTooLarge"
             if any(len(p) > limits.max_part_bytes for p in parts)
             else "parts differ"
-            if limits.equal_parts and any(len(p) != self._part_bytes for p in whole)
+            if limits.equal_parts and any(len(p) != self._part_bytes for p in full_parts)
             else ""
         )
         if wrong:

@@ -138,8 +138,8 @@ def thread_worlds(
         timeout_s: How many seconds of real time a step waits for a rank.
         job_id: The name of the job; None: it has none.
     """
-    hall = _Hall(worlds_of(size, nodes, job_id), timeout_s)
-    return [ThreadControl(hall, rank, "") for rank in range(size)]
+    shared = _Hall(worlds_of(size, nodes, job_id), timeout_s)
+    return [ThreadControl(shared, rank, "") for rank in range(size)]
 
 
 def worlds_of(
@@ -158,12 +158,12 @@ def worlds_of(
     names = list(nodes or ["node0"] * size)
     if len(names) != size:
         raise StateError(f"{size} ranks, but {len(names)} node names")
-    sizes, seen = Counter(names), Counter[str]()
+    sizes, placed = Counter(names), Counter[str]()
     worlds = []
     for rank, node in enumerate(names):
-        here = World(rank, size, seen[node], sizes[node], node, f"host-{node}", rank + 1, job_id)
+        here = World(rank, size, placed[node], sizes[node], node, f"host-{node}", rank + 1, job_id)
         worlds.append(replace(here, has_group=True))
-        seen[node] += 1
+        placed[node] += 1
     return tuple(worlds)
 
 
@@ -171,7 +171,7 @@ def worlds_of(
 class _Step:
     """One step under way: the messages so far, and the answer once there is one."""
 
-    said: dict[int, bytes] = field(default_factory=dict)
+    messages: dict[int, bytes] = field(default_factory=dict)
     answer: bytes | None = None
     pieces: list[bytes] = field(default_factory=list)
     deciding: bool = False
@@ -221,7 +221,7 @@ class ThreadControl:
 
     def __init__(self, hall: _Hall, rank: int, path: str) -> None:
         self.world = hall.worlds[rank]
-        self._hall = hall
+        self._shared = hall
         self._path = path
         self._index = 0
         self._clones: list[ThreadControl] = []
@@ -229,7 +229,7 @@ class ThreadControl:
     @property
     def worlds(self) -> tuple[World, ...]:
         """The World of every simulated rank."""
-        return self._hall.worlds
+        return self._shared.worlds
 
     @property
     def rank(self) -> int:
@@ -248,35 +248,35 @@ class ThreadControl:
         As ``Control.step``; ``label`` names the step in messages.
         """
         key = (self._path, self._index)
-        said, problem = attempt(label, local, self.world)
+        message, problem = attempt(label, local, self.world)
         if isinstance(problem, SimulatedDeath):
             self.die()
             raise problem
-        self._say(key, said)
+        self._say(key, message)
         if problem is not None and not isinstance(problem, Exception):
             if self.rank == 0:
-                self._interrupted(key, said)  # no other rank would decide
+                self._interrupted(key, message)  # no other rank would decide
             raise problem
         if self.rank == 0:
             self._decide(key, label, decide)
         answer = self._await_answer(key, label)
         verdict = decode_verdict(answer)
         if verdict.apart:
-            verdict = joined(verdict, self._hall.step(key).pieces[self.rank])
+            verdict = joined(verdict, self._shared.step(key).pieces[self.rank])
         return verdict.unwrap(problem)
 
     def clone(self) -> ThreadControl:
         """Return a clone, like ``Control.clone``."""
         self._clones.append(
-            ThreadControl(self._hall, self.rank, f"{self._path}/{len(self._clones)}")
+            ThreadControl(self._shared, self.rank, f"{self._path}/{len(self._clones)}")
         )
         return self._clones[-1]
 
     def close(self) -> None:
         """Leave, like ``Control.close``, but without waiting: no store has to be kept alive."""
-        with self._hall.news:
-            self._hall.gone.setdefault((self._path, self.rank), f"left: {self.world.place}")
-            self._hall.news.notify_all()
+        with self._shared.news:
+            self._shared.gone.setdefault((self._path, self.rank), f"left: {self.world.place}")
+            self._shared.news.notify_all()
 
     def leave_all(self) -> None:
         """Close this control and all its clones, because this rank's function has returned."""
@@ -285,9 +285,9 @@ class ThreadControl:
 
     def die(self) -> None:
         """Mark this rank's process as dead: the others' steps fail, even if it sent its message."""
-        with self._hall.news:
-            self._hall.dead.add(self.rank)
-            self._hall.news.notify_all()
+        with self._shared.news:
+            self._shared.dead.add(self.rank)
+            self._shared.news.notify_all()
 
     def __enter__(self) -> Self:
         return self
@@ -308,47 +308,47 @@ class ThreadControl:
     def _say(self, key: tuple[str, int], message: Message) -> None:
         data = message_by(self.world, message)
         self._index += 1
-        with self._hall.news:
-            self._hall.step(key).said[self.rank] = data
-            self._hall.news.notify_all()
+        with self._shared.news:
+            self._shared.step(key).messages[self.rank] = data
+            self._shared.news.notify_all()
 
     def _interrupted(self, key: tuple[str, int], message: Message) -> None:
         if message.failure is None:
             return
-        error = collective_error(message.label, {0: message.failure}, self._hall.worlds)
-        with self._hall.news:
-            step = self._hall.step(key)
+        error = collective_error(message.label, {0: message.failure}, self._shared.worlds)
+        with self._shared.news:
+            step = self._shared.step(key)
             step.answer = step.answer or encode_verdict(Verdict(error=error))
-            self._hall.news.notify_all()
+            self._shared.news.notify_all()
 
     def _decide(
         self, key: tuple[str, int], label: str, decide: Callable[[list[T]], Any] | None
     ) -> None:
-        hall = self._hall
-        with hall.news:
-            step = hall.step(key)
-            complete = hall.news.wait_for(
+        shared = self._shared
+        with shared.news:
+            step = shared.step(key)
+            complete = shared.news.wait_for(
                 lambda: (
-                    len(step.said) == self.size
+                    len(step.messages) == self.size
                     or step.answer is not None
-                    or bool(hall.lost(self._path, step.said))
+                    or bool(shared.lost(self._path, step.messages))
                 ),
-                hall.timeout_s,
+                shared.timeout_s,
             )
-            lost = hall.lost(self._path, step.said)
+            lost = shared.lost(self._path, step.messages)
             if step.answer is None and (lost or not complete):
                 error = (
-                    collective_error(label, lost, hall.worlds)
+                    collective_error(label, lost, shared.worlds)
                     if lost
-                    else self._silent(label, step.said)
+                    else self._silent(label, step.messages)
                 )
                 step.answer = encode_verdict(Verdict(error=error))
             if step.answer is not None:
-                hall.news.notify_all()
+                shared.news.notify_all()
                 return
             step.deciding = True
-            said = [decode_message(step.said[rank]) for rank in range(self.size)]
-        verdict, raised = settle(said, decide, hall.worlds)
+            messages = [decode_message(step.messages[rank]) for rank in range(self.size)]
+        verdict, raised = settle(messages, decide, shared.worlds)
         if isinstance(raised, SimulatedDeath):
             self.die()
             raise raised
@@ -358,34 +358,34 @@ class ThreadControl:
             data, pieces = encode_verdict(common), list(each)
         except Exception as error:  # noqa: BLE001 - pickle raises anything
             failure = failure_of(error, self.world)
-            failed = collective_error(label, {0: failure}, hall.worlds)
+            failed = collective_error(label, {0: failure}, shared.worlds)
             data = encode_verdict(Verdict(error=failed))
-        with hall.news:
+        with shared.news:
             if step.answer is None:
                 step.answer, step.pieces = data, pieces
-            hall.news.notify_all()
+            shared.news.notify_all()
         if raised is not None and not isinstance(raised, Exception):
             raise raised
 
     def _await_answer(self, key: tuple[str, int], label: str) -> bytes:
-        hall = self._hall
-        with hall.news:
-            step = hall.step(key)
+        shared = self._shared
+        with shared.news:
+            step = shared.step(key)
             while step.answer is None:
-                lost = hall.lost(self._path, step.said)
+                lost = shared.lost(self._path, step.messages)
                 # Once all ranks have sent their messages, only the coordinator's end can fail the step.
                 if lost and (not step.deciding or 0 in lost):
-                    failed = collective_error(label, lost, hall.worlds)
+                    failed = collective_error(label, lost, shared.worlds)
                     step.answer = encode_verdict(Verdict(error=failed))
-                elif not hall.news.wait(hall.timeout_s) and not step.deciding:
-                    error = self._silent(label, step.said)
+                elif not shared.news.wait(shared.timeout_s) and not step.deciding:
+                    error = self._silent(label, step.messages)
                     step.answer = encode_verdict(Verdict(error=error))
-            hall.news.notify_all()
+            shared.news.notify_all()
             return step.answer
 
     def _silent(self, label: str, received: dict[int, bytes]) -> DeadlineError:
         silent = tuple(rank for rank in range(self.size) if rank not in received)
         return DeadlineError(
-            f"{label}: ranks {list(silent)} were silent for {self._hall.timeout_s:g} s",
+            f"{label}: ranks {list(silent)} were silent for {self._shared.timeout_s:g} s",
             silent=silent,
         )

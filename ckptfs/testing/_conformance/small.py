@@ -71,22 +71,22 @@ class SmallFiles(Conformance):
 
     def test_create_is_never_seen_half(self, exclusive: Storage) -> None:
         """A reader that polls a key sees nothing at first, then all of the file."""
-        whole = b"x" * 300_000
+        data = b"x" * 300_000
 
         def poll(key: str) -> None:
             while True:
                 try:
-                    seen = exclusive.read(key)
+                    found = exclusive.read(key)
                 except NotFoundError:
                     continue
-                assert seen == whole
+                assert found == data
                 return
 
         for round_ in range(5):
             key = f"d/{round_}"
             outcomes = together(
                 lambda key=key: poll(key),  # type: ignore[misc]
-                lambda key=key: exclusive.create(key, whole, staging="tmp/w"),  # type: ignore[misc]
+                lambda key=key: exclusive.create(key, data, staging="tmp/w"),  # type: ignore[misc]
             )
             assert outcomes == [None, None]
 
@@ -123,13 +123,13 @@ class SmallFiles(Conformance):
         values = (b"a" * 200_000, b"b" * 100_000)
         store.replace("d/hint", values[0])
         stop = threading.Event()
-        seen: list[bytes] = []
+        wrong: list[bytes] = []
 
         def poll() -> None:
             while not stop.is_set():
                 value = store.read("d/hint")
                 if value not in values:
-                    seen.append(value)
+                    wrong.append(value)
 
         def alternate() -> None:
             try:
@@ -139,7 +139,7 @@ class SmallFiles(Conformance):
                 stop.set()
 
         assert together(poll, alternate) == [None, None]
-        assert seen == []
+        assert wrong == []
 
     def test_replace_needs_its_directory(self, tree: Storage) -> None:
         """A missing directory is NotFoundError, and nothing is made."""
