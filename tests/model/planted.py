@@ -287,7 +287,11 @@ def _replaced_save_comes_back() -> list[Patch]:
 
 def _pins_forgotten() -> list[Patch]:
     return [
-        (decisions, "_kept", lambda views, _: {x.seal.save_id for x in protocol.catalog(views)})
+        (
+            decisions,
+            "_needed_ids",
+            lambda views, _: {x.seal.save_id for x in protocol.catalog(views)},
+        )
     ]
 
 
