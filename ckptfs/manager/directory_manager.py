@@ -71,8 +71,8 @@ from ckptfs.manager.restore import Opened as Checked
 from ckptfs.manager.restore import Places, check
 from ckptfs.manager.restore_candidates import Candidate, Damage, Fallback, RestoreRequest, doubt_of
 from ckptfs.manager.run_manager import RunManager
+from ckptfs.manager.run_workers import FilesJob, RunWorkers, StartingPoint
 from ckptfs.manager.schedule import Rules
-from ckptfs.manager.session import FilesJob, RunWorkers, StartingPoint
 from ckptfs.replication.tiers import copies_of, open_copies
 from ckptfs.retention.policy import Best, Keep
 from ckptfs.storage.base import Storage

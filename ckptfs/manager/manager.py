@@ -43,8 +43,8 @@ from ckptfs.manager.preemption import SignalName
 from ckptfs.manager.restore import restore
 from ckptfs.manager.restore_candidates import Fallback, PerRankPolicy, RestoreRequest
 from ckptfs.manager.run_manager import RunManager
+from ckptfs.manager.run_workers import StartingPoint, StateJob
 from ckptfs.manager.schedule import Rules
-from ckptfs.manager.session import StartingPoint, StateJob
 from ckptfs.manager.state_dict import Saveable, Untold, saveable
 from ckptfs.replication.tiers import copies_of, open_copies
 from ckptfs.retention.policy import Best, Keep

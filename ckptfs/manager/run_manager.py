@@ -53,8 +53,8 @@ from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.listeners import EventDispatcher
 from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings
 from ckptfs.manager.preemption import PreemptSignals, SignalName
+from ckptfs.manager.run_workers import Job, RunWorkers, StartingPoint
 from ckptfs.manager.schedule import Rules, Schedule
-from ckptfs.manager.session import Job, RunWorkers, StartingPoint
 from ckptfs.storage.base import Storage
 from ckptfs.uri import Uri
 

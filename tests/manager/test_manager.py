@@ -21,7 +21,7 @@ from ckptfs.control.control import Control
 from ckptfs.events import Counters
 from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.manager import CheckpointManager
-from ckptfs.manager.session import Saver
+from ckptfs.manager.run_workers import Saver
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.testing.world import SimulatedDeath, simulate
