@@ -279,10 +279,9 @@ class FileCopier:
             read = self._through(
                 source.storage, source.key(record), FileDigestCheck(None, checks.damaged)
             )
-        same = not isinstance(present, FileDigestCheck) or _file_digest(present) == _file_digest(
-            read
-        )
-        return _file_digest(read) if same else None
+        digest = _file_digest(read)
+        same = not isinstance(present, FileDigestCheck) or _file_digest(present) == digest
+        return digest if same else None
 
     def _through(self, storage: Storage, key: str, check: Check) -> Check:
         """Pass all of a file through a check, and return the check."""
