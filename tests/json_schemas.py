@@ -20,8 +20,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from ckptfs.cli.bench import bench
-from ckptfs.cli.bench_report import add_to
 from ckptfs.cli.main import COMMANDS, ckptfs
 from ckptfs.cli.output import ANSWERS, FailedDocument, Omitted
 from ckptfs.uri import Uri
@@ -41,7 +39,6 @@ def schemas() -> dict[str, Schema]:
     context = ckptfs.make_context("ckptfs", ["--help"], resilient_parsing=True)
     for name in COMMANDS:
         ckptfs.get_command(context, name)
-    add_to(bench)
     return {name: _of_command(name, kinds) for name, kinds in sorted(ANSWERS.items())}
 
 

@@ -1,8 +1,10 @@
 """``ckptfs bench URI...`` measures; ``bench report`` and ``bench compare`` read what it wrote.
 
     ckptfs bench URI...            short for ckptfs bench run URI...
-    ckptfs bench report FILE...    in bench_report, which is imported on use
-    ckptfs bench compare A B
+    ckptfs bench report FILE...    makes plots and a page of results
+    ckptfs bench compare A B       says whether one result is slower than another
+
+``report`` and ``compare`` also read what the scripts in benchmarks/ wrote; neither measures anything.
 
 A first word that is not the name of a command is taken for a URI. A directory called ``report`` is
 therefore written as ``./report``.
@@ -12,7 +14,6 @@ therefore written as ``./report``.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import secrets
@@ -20,20 +21,46 @@ import shlex
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptfs.bench.analysis import (
+    Beside,
+    Compared,
+    Difference,
+    Spread,
+    Verdict,
+    compare_results,
+    rows_of,
+    slowdowns_of,
+    spread_text,
+    verdict_text,
+)
 from ckptfs.bench.messages import Asked
-from ckptfs.bench.results import Result
+from ckptfs.bench.report import Report, write_report
+from ckptfs.bench.results import (
+    PHASES,
+    Phase,
+    Result,
+    bytes_text,
+    conditions_text,
+    number_text,
+    phase_text,
+    read_result,
+    try_place,
+    write_result,
+)
 from ckptfs.cli.options import storage_options
 from ckptfs.cli.output import (
     OMITTED,
     Answer,
     ErrorDocument,
+    Exit,
     Omitted,
     error_document,
     exit_of,
@@ -44,6 +71,9 @@ from ckptfs.cli.output import (
 from ckptfs.errors import CkptfsError
 from ckptfs.storage.options import OURS
 from ckptfs.uri import mask_credentials
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["bench", "command_text"]
 
@@ -87,20 +117,13 @@ def _shown(key: str, value: Any) -> str:
     return mask_credentials(str(value)) if key.rpartition(".")[2] in _SHOWN else _MASK
 
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
 logger = logging.getLogger("ckptfs.cli")
 
 _DEFAULT = "run"
-# By command: the module with an add_to(group) that adds it, and its help text without that import.
+# The commands that read results, with what the help of the group says about each.
 _READERS = {
-    "report": ("ckptfs.cli.bench_report", "Plots and one self-contained HTML page of results."),
-    "compare": (
-        "ckptfs.cli.bench_report",
-        "Two results side by side: faster, slower, or no verdict.",
-    ),
+    "report": "Plots and one self-contained HTML page of results.",
+    "compare": "Two results side by side: faster, slower, or no verdict.",
 }
 _ROUNDS = 5  # fewer never give a verdict
 # The time for measuring without --rounds and --keep: the whole command then takes less than a minute.
@@ -121,11 +144,6 @@ class _Bench(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [_DEFAULT, *_READERS]
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _READERS and cmd_name not in self.commands:
-            import_module(_READERS[cmd_name][0]).add_to(self)
-        return super().get_command(ctx, cmd_name)
-
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(ctx.command_path, "[OPTIONS] URI... | report ... | compare ...")
 
@@ -134,11 +152,9 @@ class _Bench(click.Group):
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        readers = [(name, text) for name, (_, text) in _READERS.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(_DEFAULT, "Measure; what bench does without a command."), *readers]
-            )
+            measure = (_DEFAULT, "Measure; what bench does without a command.")
+            formatter.write_dl([measure, *_READERS.items()])
 
 
 @click.group("bench", cls=_Bench)
@@ -177,7 +193,7 @@ def _words(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> tuple
     return tuple(word.strip() for text in texts for word in text.split(",") if word.strip())
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _BenchDocument:
     file: str | None
     result: Result
@@ -230,21 +246,20 @@ class _BenchDocument:
 @storage_options(of="every URI that is no directory")
 def run(uris: tuple[str, ...], out: str | None, note: str | None, **options: Any) -> Answer:
     """Measure how fast checkpoints are saved to each URI and loaded, compared with other writers."""
-    from ckptfs.bench.results import try_place
     from ckptfs.bench.run import measure
 
     request, began_s = _request_from(uris, options), time.monotonic()
     path = out or f"ckptfs-bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     result = measure(
         request,
-        command=_command(request, options, out),
+        command=command_text(request, options, out),
         progress=_progress,
         first=lambda: try_place(path),
     )
     if result is None:  # rank 0 reports it
         click.get_current_context().exit(0)
     if note:
-        result = dataclasses.replace(result, notes=(note, *result.notes))
+        result = replace(result, notes=(note, *result.notes))
     written, error = _written(path, result)
 
     def show(console: Console) -> None:
@@ -269,21 +284,19 @@ def _longer(
 
     took_s: the seconds that this run took.
     """
-    from ckptfs.bench.results import bytes_text
-
     rounds = max((one.round for one in result.samples), default=1)
     size = max((one.size_bytes for one in result.workloads), default=0)
     factor = (_LONGER_ROUNDS + 1) / (rounds + 1)
     if options["size"] is None and options["params"] is None and 0 < size < _LONGER_BYTES:
         options = {**options, "size": f"{_LONGER_BYTES / 1e9:g}GB"}
         factor *= _LONGER_BYTES / size
-    longer = dataclasses.replace(request, rounds=_LONGER_ROUNDS, within_s=None)
+    longer = replace(request, rounds=_LONGER_ROUNDS, within_s=None)
     return (
         (
             f"This was a short run: {rounds} of {request.rounds} rounds of {bytes_text(size)}, {took_s:.0f} s. "
             f"Tighter figures, in about {max(1, round(took_s * factor / 60))} min:"
         ),
-        f"  {_command(longer, options, None)}",
+        f"  {command_text(longer, options, None)}",
     )
 
 
@@ -293,8 +306,6 @@ def _written(path: str, result: Result) -> tuple[str | None, CkptfsError | None]
     After an error it is written to the temporary directory instead, so that the measurements are not
     lost. The path is None if that fails too.
     """
-    from ckptfs.bench.results import write_result
-
     try:
         write_result(path, result)
     except CkptfsError as error:
@@ -308,7 +319,7 @@ def _written(path: str, result: Result) -> tuple[str | None, CkptfsError | None]
 
 
 def _request_from(uris: Sequence[str], given: dict[str, Any]) -> Any:
-    from ckptfs.bench.messages import Asked, LoopShape, WorkloadAsked
+    from ckptfs.bench.messages import LoopShape, WorkloadAsked
     from ckptfs.bench.run import target_asked, under_torchrun
     from ckptfs.bench.workloads import NO_MODELS
     from ckptfs.uri import Uri
@@ -345,13 +356,6 @@ def _request_from(uris: Sequence[str], given: dict[str, Any]) -> Any:
     )
 
 
-def _command(request: Any, options: dict[str, Any], out: str | None) -> str:
-    """Return the command line for the result, without secrets."""
-    from ckptfs.cli.bench import command_text
-
-    return command_text(request, options, out)
-
-
 def _progress(text: str) -> None:
     """Show progress: on a terminal as a line, elsewhere in the log, which -v shows."""
     if sys.stderr.isatty():
@@ -361,9 +365,6 @@ def _progress(text: str) -> None:
 
 
 def _show(console: Console, result: Result) -> None:
-    from ckptfs.bench.analysis import rows_of, slowdowns_of, spread_text
-    from ckptfs.bench.results import bytes_text, conditions_text, number_text, phase_text
-
     for workload in result.workloads:
         size = bytes_text(workload.size_bytes)
         console.print(f"{workload.name}: {size} in {workload.tensors} tensors; {workload.told}")
@@ -401,3 +402,155 @@ def _show(console: Console, result: Result) -> None:
     for note in result.notes:
         console.print(f"note: {note}")
     console.print("seconds are medians over the rounds (fastest-slowest)")
+
+
+# -- results read again ------------------------------------------------------------
+
+
+@group_command(bench, "report", answers=(Report,))
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option(
+    "--out", default="bench-report", show_default=True, metavar="DIR", help="Where to write."
+)
+def report(files: tuple[str, ...], out: str) -> Answer:
+    """Plots (PNG, SVG) and one self-contained HTML page of results.
+
+    The page has everything inside: it needs no network, no script and no other file.
+    """
+    made = write_report(files, out)
+
+    def show(console: Console) -> None:
+        console.print(made.page)
+        console.print(f"{len(made.plots)} plots beside it")
+
+    return Answer(made, show)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeasuredDocument:
+    file: str
+    date: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowDocument:
+    workload: str
+    target: str
+    phase: Phase
+    engine: str
+    is_limit: bool
+    before: Spread
+    after: Spread
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    verdict: Verdict
+    rounds_needed: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CompareDocument:
+    before: _MeasuredDocument
+    after: _MeasuredDocument
+    differences: Sequence[Difference]
+    rows: Sequence[_RowDocument]
+    missing: Sequence[str]
+    slower: int
+
+
+@group_command(bench, "compare", answers=(_CompareDocument,))
+@click.argument("before")
+@click.argument("after")
+@click.option("--only", multiple=True, metavar="GLOB", help="Engines, workloads or targets.")
+@click.option("--phase", "phases", multiple=True, type=click.Choice(list(PHASES)))
+def compare(before: str, after: str, only: tuple[str, ...], phases: tuple[str, ...]) -> Answer:
+    """Compare the result AFTER with the result BEFORE.
+
+    Says first what makes the two not comparable. Exit code 1 if something is slower; a spread that is
+    too wide for a verdict is said, and fails nothing.
+    """
+    old, new = read_result(before), read_result(after)
+    found = compare_results(old, new, only=only, phases=phases)
+    if not found.rows:
+        raise click.UsageError(_no_rows_text(found))
+    document = _CompareDocument(
+        before=_MeasuredDocument(file=before, date=old.date, command=old.command),
+        after=_MeasuredDocument(file=after, date=new.date, command=new.command),
+        differences=found.differences,
+        rows=[_row_document(row) for row in found.rows],
+        missing=found.missing,
+        slower=len(found.slower),
+    )
+
+    def show(console: Console) -> None:
+        _show_comparison(console, {before: old, after: new}, found)
+
+    return Answer(document, show, Exit.NO if found.slower else Exit.OK)
+
+
+def _no_rows_text(found: Compared) -> str:
+    """Return why there are no rows: the filters match nothing, or the first thing left out."""
+    text = "the two results have nothing in common that was asked for"
+    more = f"; and {len(found.missing) - 1} more" if len(found.missing) > 1 else ""
+    return f"{text} ({found.missing[0]}{more})" if found.missing else text
+
+
+def _row_document(row: Beside) -> _RowDocument:
+    found = row.found
+    return _RowDocument(
+        workload=row.workload,
+        target=row.target,
+        phase=row.phase,
+        engine=row.engine,
+        is_limit=row.is_limit,
+        before=row.before,
+        after=row.after,
+        ratio=found.ratio,
+        low=found.low,
+        high=found.high,
+        rounds=found.rounds,
+        verdict=found.verdict,
+        rounds_needed=found.rounds_needed,
+    )
+
+
+def _show_comparison(console: Console, runs: dict[str, Result], found: Compared) -> None:
+    for name, (path, result) in zip(("before", "after"), runs.items(), strict=False):
+        console.print(f"{name:7} {path}, {result.date[:19].replace('T', ' ')}: {result.command}")
+    console.print()
+    for title, prevents in (("not comparable", True), ("differs", False)):
+        for one in found.differences:
+            if one.prevents is prevents:
+                console.print(f"{title}: {one.what}: {one.before} -> {one.after}")
+    if found.differences:
+        console.print()
+    columns = ("workload", "target", "phase", "engine", "before s>", "after s>", "after/before>")
+    table(console, (*columns, "verdict"), [_comparison_cells(row) for row in found.rows])
+    console.print()
+    for line in found.missing:
+        console.print(line)
+    console.print(_counts_text(found.rows))
+
+
+def _comparison_cells(row: Beside) -> Sequence[str]:
+    found = row.found
+    return (
+        row.workload,
+        row.target,
+        phase_text(row.phase),
+        row.engine + (" (limit)" * row.is_limit),
+        spread_text(row.before),
+        spread_text(row.after),
+        f"{number_text(found.ratio)} ({number_text(found.low)}-{number_text(found.high)})",
+        verdict_text(found),
+    )
+
+
+def _counts_text(rows: Sequence[Beside]) -> str:
+    counted = Counter(row.found.verdict for row in rows if not row.is_limit)
+    names = {verdict: verdict.value for verdict in Verdict}
+    names[Verdict.SPREAD_TOO_WIDE] = "without a verdict"
+    texts = [f"{counted[verdict]} {name}" for verdict, name in names.items() if counted[verdict]]
+    return ", ".join(texts) or "limits only"

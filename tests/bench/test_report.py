@@ -323,6 +323,6 @@ def test_a_result_without_samples_is_a_page(tmp_path: Path) -> None:
 
 def test_the_command_line_s_help_needs_no_matplotlib() -> None:
     """What reads arguments imports neither matplotlib nor torch."""
-    code = "import sys, ckptfs.cli.bench_report; print({'torch', 'matplotlib'} & {*sys.modules})"
+    code = "import sys, ckptfs.cli.bench; print({'torch', 'matplotlib'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
