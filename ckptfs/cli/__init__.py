@@ -4,5 +4,7 @@
     output    what all commands share: --json, answers, errors as exit codes
     options   ``-o key=value``: storage options; durations
 
+Each other module is one command, or a few that look at or change the same thing.
+
 The library imports nothing from here.
 """

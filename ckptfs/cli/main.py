@@ -1,10 +1,13 @@
 """``ckptfs``: the group of commands. Each module is imported when its command runs.
 
-    look     ls  log  latest  inspect  watch  read-only
-    check    verify  doctor
-    change   rm  pin  unpin  gc
-    move     cp  export
-    measure  bench
+    look      ls  latest  log  watch
+    inspect   inspect
+    verify    verify
+    doctor    doctor
+    change    rm  pin  unpin  gc
+    copy      cp
+    export    export
+    bench     bench  bench report  bench compare
 
 ``ckptfs ls`` must answer at once: nothing here or in ``look`` imports torch.
 """
@@ -28,9 +31,9 @@ __all__ = ["COMMANDS", "ckptfs", "main"]
 # By command: its module, and what ``ckptfs --help`` says of it without importing that.
 COMMANDS = {
     "ls": ("ckptfs.cli.look:ls", "Runs and checkpoints: step, state, age, size, ranks."),
-    "log": ("ckptfs.cli.log:log", "Who saved, fenced and deleted what, when, from where."),
+    "log": ("ckptfs.cli.look:log", "Who saved, fenced and deleted what, when, from where."),
     "latest": ("ckptfs.cli.look:latest", "The newest committed checkpoint; an alert if it is old."),
-    "watch": ("ckptfs.cli.log:watch", "Each commit, failure, fence and delete, as it happens."),
+    "watch": ("ckptfs.cli.look:watch", "Each commit, failure, fence and delete, as it happens."),
     "inspect": (
         "ckptfs.cli.inspect:inspect",
         "Tensors of a checkpoint; what differs from another.",
@@ -44,7 +47,7 @@ COMMANDS = {
         "Copy a checkpoint or a run; verified, resumable, committed last.",
     ),
     "rm": ("ckptfs.cli.change:rm", "Delete one checkpoint."),
-    "gc": ("ckptfs.cli.gc:gc", "What dead jobs left behind; removes it with --delete."),
+    "gc": ("ckptfs.cli.change:gc", "What dead jobs left behind; removes it with --delete."),
     "pin": ("ckptfs.cli.change:pin", "Retention leaves a pinned checkpoint alone."),
     "unpin": ("ckptfs.cli.change:unpin", "Retention may take it again."),
     "export": ("ckptfs.cli.export:export", "To safetensors, to one torch.save file, to plain DCP."),

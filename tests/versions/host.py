@@ -31,9 +31,7 @@ import ckptfs
 import ckptfs.cli.change
 import ckptfs.cli.copy
 import ckptfs.cli.export
-import ckptfs.cli.gc
 import ckptfs.cli.inspect
-import ckptfs.cli.log
 import ckptfs.cli.look
 import ckptfs.cli.verify
 import ckptfs.manager.manager
