@@ -15,6 +15,7 @@ api.py  async_api.py    ``save``, ``load``, ``async_save``; pending.py is what a
 saving.py  loading.py   one save and one load on an open session, for the calls above and the manager
 worker.py               the thread that saves in the background
 object_file.py          one object in one file
+tiling.py               whether pieces fill a tensor exactly
 planner.py              the save planner under its documented name
 sizes.py                sizes as people write them
 python_gc.py            Python's garbage collector, paused while many objects are made

@@ -18,10 +18,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptfs import _torch
-from ckptfs.commit.catalog.catalog import Found
-from ckptfs.commit.manifest import digest_of
-from ckptfs.commit.operations import read_limited
-from ckptfs.commit.paths import METADATA
+from ckptfs.commit.catalog.catalog import Found, sealed_metadata
 from ckptfs.commit.session import RunSession, naming, step_of
 from ckptfs.control.control import Control
 from ckptfs.dcp.metadata.metadata_reader import (
@@ -39,7 +36,7 @@ from ckptfs.dcp.planning.state_dicts import (
     unwrap_stateful,
 )
 from ckptfs.dcp.python_gc import gc_paused
-from ckptfs.dcp.read.data_file import Source, Verify
+from ckptfs.dcp.read.data_file import Source, Verify, source_of
 from ckptfs.dcp.read.load_planner import (
     OPTIMIZER_HINT,
     Allow,
@@ -50,7 +47,7 @@ from ckptfs.dcp.read.load_planner import (
 )
 from ckptfs.dcp.read.read_plan import Read
 from ckptfs.dcp.read.scheduler import fetch_reads
-from ckptfs.errors import IncompleteCheckpointError, IntegrityError, NotFoundError, StateError
+from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.events import Counters, LoadResult
 from ckptfs.progress import SILENT, Meter, progress
 from ckptfs.storage.base import Storage
@@ -64,7 +61,6 @@ __all__ = [
     "plan_load",
     "read",
     "read_metadata",
-    "source_of",
     "who_holds",
 ]
 
@@ -72,12 +68,10 @@ __all__ = [
 def read_metadata(storage: Storage, found: Found) -> Metadata:
     """Return the checkpoint's ``.metadata``, with the manifest's own paths. Executes nothing.
 
-    If there is a manifest with its digest, the bytes are compared with that.
-
-    IntegrityError: it was changed after the commit. IncompleteCheckpointError: it is missing although there
-    is a manifest. ManifestError: it is not DCP metadata.
+    Errors are those of ``sealed_metadata``. ManifestError: it is not DCP metadata.
     """
-    return decode_metadata(_sealed(storage, found), storage.uri(found.metadata), _shared(found))
+    raw = sealed_metadata(storage, found)
+    return decode_metadata(raw, storage.uri(found.metadata), found.shared)
 
 
 def inventory_of(storage: Storage, found: Found) -> Inventory:
@@ -85,47 +79,8 @@ def inventory_of(storage: Storage, found: Found) -> Inventory:
 
     Errors are those of ``read_metadata``.
     """
-    return read_inventory(_sealed(storage, found), storage.uri(found.metadata), _shared(found))
-
-
-def _sealed(storage: Storage, found: Found) -> bytes:
-    manifest, where = found.manifest, storage.uri(found.metadata)
-    try:
-        raw = found.metadata_bytes
-        if raw is None:
-            raw = read_limited(storage, found.metadata)
-    except NotFoundError as error:
-        if manifest is None:
-            raise
-        raise IncompleteCheckpointError(
-            "the metadata is missing",
-            uri=where,
-            hint="ckptfs verify shows what else is damaged; restore the file, or load another "
-            "checkpoint",
-        ) from error
-    if manifest is not None:
-        path = f"{manifest.save_id}/{METADATA}"
-        # There are several if domains have their own copies; a copied directory may come from any of them.
-        sealed = {f.digest for f in manifest.files if f.path == path}
-        if sealed and digest_of(raw) not in sealed:
-            raise IntegrityError(
-                "the metadata differs from what was saved",
-                uri=where,
-                hint="the file was changed after the commit; load another checkpoint",
-            )
-    return raw
-
-
-def _shared(found: Found) -> frozenset[str]:
-    files = () if found.manifest is None else found.manifest.files
-    return frozenset(f.path for f in files if f.is_shared)
-
-
-def source_of(storage: Storage, found: Found, verify: Verify, rank: int, ranks: int = 1) -> Source:
-    """Return where this rank reads data files and their digests."""
-    files = () if found.manifest is None else found.manifest.files
-    sidecars = {f.path: f.digests for f in files if f.digests is not None}
-    return Source(storage, found.home, sidecars, verify, rank, _shared(found), ranks=ranks)
+    raw = sealed_metadata(storage, found)
+    return read_inventory(raw, storage.uri(found.metadata), found.shared)
 
 
 def who_holds(uri: str, found: Found) -> str | None:

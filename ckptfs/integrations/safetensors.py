@@ -32,8 +32,8 @@ from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import Place, RunSession, agree_uri, control_for, open_session, step_of
 from ckptfs.dcp.api import need_group
-from ckptfs.dcp.loading import plan_load, read, source_of
-from ckptfs.dcp.read.data_file import Verify
+from ckptfs.dcp.loading import plan_load, read
+from ckptfs.dcp.read.data_file import Verify, source_of
 from ckptfs.dcp.safetensors.exporter import Export, plan_export
 from ckptfs.dcp.safetensors.safetensors_reader import Layout, read_layout, with_aliases
 from ckptfs.dcp.sizes import parse_size

@@ -32,12 +32,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ckptfs.commit.digests import ItemDigests
-from ckptfs.dcp.planning.global_plan import fills
 from ckptfs.dcp.planning.leaves import load_leaf, serialise_leaf
 from ckptfs.dcp.read.boxes import narrowed, pieces_of
 from ckptfs.dcp.read.data_file import DataFile, Source, Verify, open_data, read_digests
-from ckptfs.dcp.read.read_plan import untiled
 from ckptfs.dcp.read.scheduler import fetch
+from ckptfs.dcp.tiling import fills, untiled
 from ckptfs.dcp.write.host_memory import host_tensor
 from ckptfs.errors import IntegrityError, ManifestError
 

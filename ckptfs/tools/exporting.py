@@ -46,10 +46,8 @@ from ckptfs.commit.paths import METADATA
 from ckptfs.commit.save.spec import fresh_ids
 from ckptfs.dcp.metadata.metadata_writer import describe, encode_metadata
 from ckptfs.dcp.object_file import write_object
-from ckptfs.dcp.planning.global_plan import fills
 from ckptfs.dcp.planning.leaves import dtype_round_trips, first_line
 from ckptfs.dcp.read.boxes import narrowed, pieces_of
-from ckptfs.dcp.read.read_plan import untiled
 from ckptfs.dcp.safetensors.exporter import Held, PlannedFile, plan_files
 from ckptfs.dcp.safetensors.safetensors_format import (
     INDEX,
@@ -59,6 +57,7 @@ from ckptfs.dcp.safetensors.safetensors_format import (
     encode_index,
 )
 from ckptfs.dcp.sizes import parse_size
+from ckptfs.dcp.tiling import fills, untiled
 from ckptfs.dcp.write.host_memory import memory_of
 from ckptfs.dcp.write.rank_files import Cancelled, FileTask, auto_engine, data_name
 from ckptfs.errors import CkptfsError, StateError

@@ -30,9 +30,9 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.session import Place
 from ckptfs.control.control import SoloControl
 from ckptfs.control.world import World
-from ckptfs.dcp.loading import read_metadata, source_of
+from ckptfs.dcp.loading import read_metadata
 from ckptfs.dcp.metadata.pickle_scan import advise_on_torch, check_archive
-from ckptfs.dcp.read.data_file import Source, Verify
+from ckptfs.dcp.read.data_file import Source, Verify, source_of
 from ckptfs.dcp.safetensors.safetensors_format import SUFFIX
 from ckptfs.dcp.safetensors.safetensors_reader import read_file_layout, read_layout
 from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError, StateError, StorageError

@@ -687,8 +687,7 @@ def _look_at_chunks(
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from ckptfs.dcp.planning.global_plan import fills
-    from ckptfs.dcp.read.read_plan import untiled
+    from ckptfs.dcp.tiling import fills, untiled
 
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):

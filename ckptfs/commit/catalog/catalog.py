@@ -45,6 +45,7 @@ from ckptfs.commit.operations import (
     Refresh,
     StatOf,
     drive,
+    read_limited,
     side_by_side,
 )
 from ckptfs.commit.paths import CONTROL, DOMAIN, LOG, MANIFEST, METADATA, AttemptKeys
@@ -97,6 +98,7 @@ __all__ = [
     "refuse_no_run",
     "refuse_parts",
     "run_error",
+    "sealed_metadata",
     "unlogged",
     "unprojected",
 ]
@@ -157,6 +159,47 @@ class Found:
     manifest: Manifest | None
     seal: Seal | None
     metadata_bytes: bytes | None = None
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """The files of the manifest that are below ``_data/`` of the run."""
+        files = () if self.manifest is None else self.manifest.files
+        return frozenset(f.path for f in files if f.is_shared)
+
+
+def sealed_metadata(storage: Storage, found: Found) -> bytes:
+    """Return the content of the checkpoint's ``.metadata``.
+
+    If there is a manifest with its digest, the bytes are compared with that.
+
+    IntegrityError: it was changed after the commit. IncompleteCheckpointError: it is missing although there
+    is a manifest.
+    """
+    manifest, where = found.manifest, storage.uri(found.metadata)
+    try:
+        raw = found.metadata_bytes
+        if raw is None:
+            raw = read_limited(storage, found.metadata)
+    except NotFoundError as error:
+        if manifest is None:
+            raise
+        raise IncompleteCheckpointError(
+            "the metadata is missing",
+            uri=where,
+            hint="ckptfs verify shows what else is damaged; restore the file, or load another "
+            "checkpoint",
+        ) from error
+    if manifest is not None:
+        path = f"{manifest.save_id}/{METADATA}"
+        # There are several if domains have their own copies; a copied directory may come from any of them.
+        sealed = {f.digest for f in manifest.files if f.path == path}
+        if sealed and digest_of(raw) not in sealed:
+            raise IntegrityError(
+                "the metadata differs from what was saved",
+                uri=where,
+                hint="the file was changed after the commit; load another checkpoint",
+            )
+    return raw
 
 
 def read_domain() -> Program[str | None]:

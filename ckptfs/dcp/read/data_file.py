@@ -30,6 +30,7 @@ from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
+from ckptfs.commit.catalog.catalog import Found
 from ckptfs.commit.digests import (
     BLOCK_SIZE_BYTES,
     ItemDigests,
@@ -66,6 +67,7 @@ __all__ = [
     "payload_cuts",
     "read_digests",
     "run_request",
+    "source_of",
     "verify_file",
 ]
 
@@ -328,6 +330,13 @@ class Source:
         if path in self.shared:
             return shared_key(path)
         return f"{self.home}/{path}" if self.home else path
+
+
+def source_of(storage: Storage, found: Found, verify: Verify, rank: int, ranks: int = 1) -> Source:
+    """Return where this rank reads data files and their digests."""
+    files = () if found.manifest is None else found.manifest.files
+    sidecars = {f.path: f.digests for f in files if f.digests is not None}
+    return Source(storage, found.home, sidecars, verify, rank, found.shared, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ contains the same with three torch.Size and two MetadataIndex.
 from __future__ import annotations
 
 import io
-import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,9 +33,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from ckptfs import _torch
 from ckptfs.dcp.metadata.metadata_reader import Inventory, SavedTensor, refuse_extensions
-from ckptfs.dcp.planning.global_plan import fills
 from ckptfs.dcp.read.boxes import narrowed
-from ckptfs.errors import IntegrityError, ManifestError, StateError
+from ckptfs.dcp.tiling import fills, untiled
+from ckptfs.errors import ManifestError, StateError
 
 __all__ = [
     "PLAIN",
@@ -50,7 +49,6 @@ __all__ = [
     "reads_of",
     "refuse_untiled",
     "target_of",
-    "untiled",
 ]
 
 
@@ -205,21 +203,6 @@ def read_box(  # noqa: PLR0917 - what is asked for, and where it goes
         reads.append(Read(key, path, at, length, chunk_sizes, saved.dtype, in_chunk, lengths, part))
     if not fills(pieces, sizes):
         raise untiled(key, pieces, sizes)
-
-
-def untiled(
-    key: str, pieces: Sequence[tuple[Sequence[int], Sequence[int]]], sizes: Sequence[int]
-) -> IntegrityError:
-    """Return the error for saved chunks that do not fill a box exactly.
-
-    Elements that no chunk holds would keep the tensor's old values, or whatever fresh memory contains.
-    """
-    held, wanted = sum(math.prod(lengths) for _, lengths in pieces), math.prod(sizes)
-    what = "overlap and leave a part of it out" if held >= wanted else "do not fill it"
-    return IntegrityError(
-        f".metadata has {held} of the {wanted} values that {key!r} asks for here: its chunks {what}",
-        hint="it was saved incompletely, or changed; load another checkpoint",
-    )
 
 
 def refuse_untiled(plan: LoadPlan, values: Mapping[str, Any], keys: Container[str]) -> None:

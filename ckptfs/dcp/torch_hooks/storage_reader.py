@@ -29,10 +29,10 @@ from ckptfs.commit.catalog.locate import locate
 from ckptfs.commit.session import Place, open_session
 from ckptfs.control.control import SoloControl
 from ckptfs.control.world import World
-from ckptfs.dcp.loading import read_metadata, source_of, who_holds
+from ckptfs.dcp.loading import read_metadata, who_holds
 from ckptfs.dcp.planning.leaves import WAYS_OUT, load_leaf
 from ckptfs.dcp.planning.state_dicts import listed, view_for
-from ckptfs.dcp.read.data_file import Verify
+from ckptfs.dcp.read.data_file import Verify, source_of
 from ckptfs.dcp.read.load_planner import OPTIMIZER_HINT, empty_optimizers
 from ckptfs.dcp.read.read_plan import refuse_untiled
 from ckptfs.dcp.read.scheduler import fetch
