@@ -20,9 +20,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import torch
-
-from ckptfs.dcp.write.host_memory import memory_of
 from ckptfs.storage.base import DataReader, Reach
 from ckptfs.storage.threads import Threads, uninterrupted
 
@@ -181,6 +178,11 @@ class Scratch:
         """Return the calling thread's buffer, cut to a size; its last contents are lost."""
         held: memoryview | None = getattr(self._local, "held", None)
         if held is None or len(held) < size_bytes:
+            # Here: who reads no tensor needs no buffer, and does without the import.
+            import torch
+
+            from ckptfs.dcp.write.host_memory import memory_of
+
             held = memory_of(torch.empty(size_bytes, dtype=torch.uint8))
             self._local.held = held
         return held[:size_bytes]
