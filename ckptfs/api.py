@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 from ckptfs.commit.catalog.catalog import (
     Checkpoint,
-    check_gap,
     check_run_uri,
     logged,
     looking_at,
     refuse_no_run,
+    refuse_partial_log,
 )
 from ckptfs.commit.catalog.locate import locate_directory, reading_session
 from ckptfs.commit.catalog.unlogged import Unlogged, check_unlogged, list_unlogged, newest_unlogged
@@ -239,7 +239,8 @@ def latest(
     wanted, policy = Kind(kind), Unlogged(unlogged)
     with looking_at(run_uri, storage_options) as look:
         views, root, shape = look.views, look.root, look.storage.capabilities.shape
-        checks: list[Program[Any]] = [check_gap(views, root)]
+        # Without a log, or its domain, each checkpoint speaks for itself.
+        checks: list[Program[Any]] = [refuse_partial_log(look)] if views else []
         if wanted is not Kind.WEIGHTS and policy is Unlogged.ERROR:
             checks.append(check_unlogged(views, root, shape))
         if not views:

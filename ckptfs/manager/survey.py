@@ -14,9 +14,8 @@ import posixpath
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptfs.commit.catalog.catalog import read_view
+from ckptfs.commit.catalog.catalog import check_log, read_view
 from ckptfs.commit.delete.shared_data import file_key
-from ckptfs.commit.log.append import check_complete
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import List, Program, Refresh, StatOf
@@ -52,29 +51,17 @@ class Missing:
 
 
 def look() -> Program[Sight]:
-    """Fold this domain's log, and check by a listing that no entry follows the end of the fold."""
+    """Fold this domain's log, and check that readers see all of it."""
     view = yield from read_view()
-    if view is None:
-        if not (yield from _has_entries()):
-            return Sight()
-        return Sight(unread=f"{LOG} has entries, and {CONTROL}/domain is missing")
-    domain, state = view
-    checked = yield from check_complete(state)
+    checked = yield from check_log({} if view is None else dict([view]))
+    why = f"{LOG} has entries, and {CONTROL}/domain is missing" if checked.lost_domain else None
     if checked.gap is not None:
         lost, present = checked.gap.missing, checked.gap.there
         why = f"entry {lost} is missing or cannot be seen, and entry {present} is there"
-        return Sight(domain, checked.state, why)
-    return Sight(domain, checked.state)
-
-
-def _has_entries() -> Program[bool]:
-    yield Refresh(LOG)
-    try:
-        entries: list[Entry] = yield List(LOG)
-    except NotFoundError:
-        return False
-    # The names of advisory entries continue after the number.
-    return any(e.name.partition(".")[0].isdecimal() for e in entries)
+    if view is None:
+        return Sight(unread=why)
+    domain, _ = view
+    return Sight(domain, checked.views[domain], why)
 
 
 def leftovers(

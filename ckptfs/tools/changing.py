@@ -22,7 +22,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptfs.commit.catalog.catalog import Look, Origin, find, looking_at, refuse_gap
+from ckptfs.commit.catalog.catalog import (
+    Look,
+    Origin,
+    find,
+    looking_at,
+    refuse_newer,
+    refuse_partial_log,
+)
 from ckptfs.commit.decisions import BY_HAND, Cause, reason_to_keep, unreached
 from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint
 from ckptfs.commit.delete.deletion_steps import pin
@@ -41,7 +48,6 @@ from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.lines import Checkpoint, State
 from ckptfs.tools.listing import OneOf, Wanted, list_run, look_at
-from ckptfs.tools.whole_log import refuse_lost_domain, refuse_newer
 from ckptfs.uri import Uri, options_of
 
 __all__ = ["Pinned", "Removed", "committed_in", "doomed_at", "remove", "set_pin"]
@@ -133,8 +139,7 @@ def doomed_at(
 def _doomed(
     look: Look, target: Uri, options: Mapping[str, Any] | None, *, partial: bool
 ) -> list[SaveState]:
-    refuse_gap(look)
-    refuse_lost_domain(look)
+    drive(refuse_partial_log(look), look.storage)
     refuse_newer(look)
     saves = [save for save in _saves_of(look, target.name) if not save.gone]
     if not saves:
@@ -239,8 +244,8 @@ def set_pin(uri: Any, *, pinned: bool, storage_options: Mapping[str, Any] | None
     """
     target = Uri.parse(uri)
     with looking_at(target.parent, storage_options) as look:
-        refuse_gap(look)  # an append would take the number of the entry that is missing
-        refuse_lost_domain(look)
+        # An append would take the number of an entry that is missing.
+        drive(refuse_partial_log(look), look.storage)
         live = [one.seal for one in catalog(look.views) if one.seal.name == target.name]
         if not live:
             # Before anything is written, a probe included.

@@ -43,7 +43,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ckptfs.commit.catalog.catalog import Look, looking_at, refuse_gap, refuse_no_run
+from ckptfs.commit.catalog.catalog import (
+    Look,
+    looking_at,
+    refuse_newer,
+    refuse_no_run,
+    refuse_partial_log,
+)
 from ckptfs.commit.catalog.unlogged import look_at_directory, unlogged_names
 from ckptfs.commit.decisions import fence_brings_back, pending_deletes, waiting
 from ckptfs.commit.delete.deletion_steps import discard_late
@@ -105,7 +111,6 @@ from ckptfs.tools.debris import (
 )
 from ckptfs.tools.lines import Hold, Holding, age_s, began_at, holding_of, side_by_side
 from ckptfs.tools.listing import OneOf, Runs, look_at
-from ckptfs.tools.whole_log import refuse_lost_domain, refuse_newer
 from ckptfs.uri import Uri, options_of
 
 __all__ = [
@@ -504,17 +509,8 @@ class _Finder:
     # -- measuring ----------------------------------------------------------------------
 
     def _thing(self, debris: Debris, key: str, tree: Tree, why: str) -> Found:
-        return Found(
-            debris,
-            key,
-            self._look.root / key,
-            tree.files,
-            tree.size_bytes,
-            self._age_s(tree, key.rpartition("/")[2]),
-            Fate.GOES,
-            why,
-            (key,),
-        )
+        uri, age_s = self._look.root / key, self._age_s(tree, key.rpartition("/")[2])
+        return Found(debris, key, uri, tree.files, tree.size_bytes, age_s, Fate.GOES, why, (key,))
 
     def _age_s(self, tree: Tree, save_id: str) -> float | None:
         """Return seconds since the last write, or since the id was made if that is unknown."""
@@ -662,10 +658,9 @@ def runs_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> tuple
 def _looking(run_uri: Any, options: Mapping[str, Any] | None) -> Iterator[Look]:
     """Yield a look at a run; refuses a log with a gap, and a place that is no run."""
     with looking_at(run_uri, options) as look:
-        if look.views:
-            refuse_gap(look)
-        else:
+        if not look.views:
             _refuse_no_run(look)
+        drive(refuse_partial_log(look), look.storage)
         yield look
 
 
@@ -684,7 +679,6 @@ def _refuse_no_run(look: Look) -> None:
             uri=look.root,
             hint="run ckptfs ls on the parent to see what exists",
         )
-    refuse_lost_domain(look)
 
 
 def _is_checkpoint(uri: Uri) -> StateError:

@@ -29,14 +29,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs.commit.catalog.catalog import (
+    CheckedViews,
     Look,
     Origin,
+    check_log,
     find,
-    gap_of,
     list_live,
     looking_at,
-    refuse_gap,
     refuse_no_run,
+    refuse_partial_log,
 )
 from ckptfs.commit.catalog.unlogged import (
     Beside,
@@ -49,7 +50,7 @@ from ckptfs.commit.catalog.unlogged import (
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.recovery import AttemptRecord, read_record
-from ckptfs.commit.paths import ATTEMPTS, CONTROL, LOG, MANIFEST, METADATA, number_order
+from ckptfs.commit.paths import ATTEMPTS, CONTROL, MANIFEST, METADATA, number_order
 from ckptfs.commit.state import (
     Live,
     Standing,
@@ -91,7 +92,6 @@ __all__ = [
     "RunFound",
     "Runs",
     "Wanted",
-    "gap",
     "list_run",
     "look_at",
     "newest",
@@ -316,25 +316,21 @@ def _attempt_state(look: Look, record: AttemptRecord, created_at: str | None) ->
 
 
 def _notes(look: Look) -> tuple[str, ...]:
-    if look.views:
-        notes = [gap(look)]
-        notes += [_NEWER for view in look.views.values() if view.foreign]
-        return tuple(note for note in notes if note)
-    try:
-        entries = look.storage.list(LOG)
-    except NotFoundError:
-        return ()
-    if not entries:
-        return ()
-    return (f"{CONTROL}/domain is missing: the log is not read, each checkpoint speaks for itself",)
+    note = _partial_note(drive(check_log(look.views), look.storage))
+    notes = [note, *(_NEWER for view in look.views.values() if view.foreign)]
+    return tuple(note for note in notes if note)
 
 
-def gap(look: Look) -> str:
-    """Return a note if the log in ``look`` lacks an entry although later ones exist; else ""."""
-    found = gap_of(look)
-    if found is None:
+def _partial_note(checked: CheckedViews) -> str:
+    """Return a note that says what of the log no reader sees; "" if they see all of it. Pure."""
+    if checked.lost_domain:
+        return (
+            f"{CONTROL}/domain is missing: the log is not read, each checkpoint speaks for itself"
+        )
+    if checked.gap is None:
         return ""
-    return f"entry {found.missing} of the log is missing, and what comes after it is not read: ckptfs log"
+    missing = checked.gap.missing
+    return f"entry {missing} of the log is missing, and what comes after it is not read: ckptfs log"
 
 
 _DEPTH = 3  # levels of directories below the given place that are searched for runs
@@ -499,7 +495,8 @@ def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None =
         AmbiguousCheckpointError: Stock torch saved a checkpoint into the run after its newest commit.
     """
     with looking_at(run_uri, storage_options) as look:
-        refuse_gap(look)
+        if look.views:  # without a log, or its domain, each checkpoint speaks for itself
+            drive(refuse_partial_log(look), look.storage)
         shape = look.storage.capabilities.shape
         if kind is not Kind.WEIGHTS:
             drive(check_unlogged(look.views, look.root, shape), look.storage)

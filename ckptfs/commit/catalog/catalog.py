@@ -14,6 +14,12 @@ One process reads a run without talking to any other rank:
     with looking_at(run_uri, options) as look:
         look.root  look.storage  look.views      {} if there never was a run
 
+No reader reads entries behind a gap. Before something is done that they could forbid:
+
+    check_log(views)               whether readers see all of the log: no gap, and its domain is known
+    refuse_partial_log(look)       ManifestError if they do not
+    refuse_newer(look)             ManifestError if a newer version wrote what this one does not know
+
 If nothing was found, these say whether the URI of a run is a checkpoint or a file, and whether the URI of a
 checkpoint is a run:
 
@@ -39,6 +45,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
 from ckptfs.commit.operations import (
     AtOnce,
+    List,
     Program,
     Read,
     ReadAhead,
@@ -70,20 +77,20 @@ from ckptfs.errors import (
     StateError,
     StorageError,
 )
-from ckptfs.storage.base import Shape, Stat, Storage
+from ckptfs.storage.base import Entry, Shape, Stat, Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri, options_of
 
 __all__ = [
+    "CheckedViews",
     "Checkpoint",
     "Found",
     "Look",
     "Origin",
-    "check_gap",
+    "check_log",
     "check_run_uri",
     "checkpoint_error",
     "find",
-    "gap_of",
     "is_of_log",
     "is_run",
     "list_live",
@@ -94,8 +101,9 @@ __all__ = [
     "part_of",
     "read_domain",
     "read_view",
-    "refuse_gap",
+    "refuse_newer",
     "refuse_no_run",
+    "refuse_partial_log",
     "refuse_parts",
     "run_error",
     "sealed_metadata",
@@ -481,43 +489,82 @@ def looking_at(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Itera
         plain.close()
 
 
-def gap_of(look: Look) -> Gap | None:
-    """Return a missing entry of the log if later ones exist. It takes one listing.
+@dataclass(frozen=True, slots=True)
+class CheckedViews:
+    """The logs that one process reaches, and what of them no reader sees.
 
-    No reader continues after the gap, so what was found may be old.
+    views: The folds, continued by what was appended since. gap: An entry that is missing; no reader
+    continues after it. lost_domain: There are entries, but no id of the domain that they belong to.
     """
-    return drive(_gap_in(look.views), look.storage)
+
+    views: Views
+    gap: Gap | None = None
+    lost_domain: bool = False
 
 
-def _gap_in(views: Views) -> Program[Gap | None]:
-    for state in views.values():
-        gap = (yield from check_complete(state)).gap
-        if gap is not None:
-            return gap
-    return None
+def check_log(views: Views) -> Program[CheckedViews]:
+    """Check that readers see all of the log. It takes one listing, and reads only.
+
+    What they do not see may be a newer checkpoint, a pin or a delete. An append behind a gap would
+    permanently take the number of the missing entry.
+    """
+    if not views:
+        return CheckedViews(views, lost_domain=(yield from _has_entries()))
+    found: dict[str, LogState] = {}
+    gap: Gap | None = None
+    for domain, state in views.items():
+        checked = yield from check_complete(state)
+        found[domain], gap = checked.state, gap or checked.gap
+    return CheckedViews(found, gap)
 
 
-def refuse_gap(look: Look) -> None:
-    """Check that the log has no gap. Read-only.
+def _has_entries() -> Program[bool]:
+    yield Refresh(LOG)
+    try:
+        entries: list[Entry] = yield List(LOG)
+    except NotFoundError:
+        return False
+    # The names of advisory entries continue after the number.
+    return any(entry.name.partition(".")[0].isdecimal() for entry in entries)
 
-    Args:
-        look: What this process sees of the run.
+
+def refuse_partial_log(look: Look) -> Program[None]:
+    """Check that readers see all of the log in ``look``, by ``check_log``.
 
     Raises:
-        ManifestError: An entry is missing and later ones are there.
+        ManifestError: An entry is missing and later ones are there, or the id of the domain is gone.
     """
-    drive(check_gap(look.views, look.root), look.storage)
-
-
-def check_gap(views: Views, root: Uri) -> Program[None]:
-    """Check as ``refuse_gap``, for the views that one process has of the run at ``root``."""
-    gap = yield from _gap_in(views)
-    if gap is not None:
+    checked = yield from check_log(look.views)
+    if checked.gap is not None:
         raise ManifestError(
-            f"the run log has a gap: entry {gap.missing} is missing, but entry {gap.there} exists",
-            uri=root / LOG,
+            f"the run log has a gap: entry {checked.gap.missing} is missing, but entry "
+            f"{checked.gap.there} exists",
+            uri=look.root / LOG,
             hint="ckptfs never removes an entry: restore it; until then the entries after it are "
             "ignored",
+        )
+    if checked.lost_domain:
+        raise ManifestError(
+            f"{DOMAIN} is missing next to a run log, so its content is unknown",
+            uri=look.root,
+            hint="its id is in the seals (ckptfs log): write it back, or copy the checkpoints "
+            "that you need into another run",
+        )
+
+
+def refuse_newer(look: Look) -> None:
+    """Check that this version understands the log in ``look``.
+
+    What a newer version wrote may be a hold or a reference. So nothing is deleted by such a log.
+
+    Raises:
+        ManifestError: A newer version wrote something that this one does not know.
+    """
+    if any(state.foreign for state in look.views.values()):
+        raise ManifestError(
+            "a newer version of ckptfs wrote to this run: what it meant is not known here",
+            uri=look.root,
+            hint="upgrade ckptfs",
         )
 
 
