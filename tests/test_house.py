@@ -91,13 +91,13 @@ DIALECT_OF_PROSE = re.compile(
 MADE = frozenset({"docs/reference/public.md"})
 
 LIMITS = {
-    "modules that are too many in their folder": 10,
+    "modules that are too many in their folder": 6,
     "modules that are too long": 0,
-    "modules that one neighbour alone imports": 29,
+    "modules that one neighbour alone imports": 28,
     "file names that stand in several folders": 10,
     "class names that are defined in several modules": 72,
-    "identifiers with a word of no field": 108,
-    "words of a dialect in docstrings": 6,
+    "identifiers with a word of no field": 107,
+    "words of a dialect in docstrings": 4,
     "words of a dialect in pages": 0,
 }
 

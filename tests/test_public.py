@@ -45,9 +45,9 @@ def test_every_name_of_a_metric_in_the_pages_is_one() -> None:
     ("text", "names", "modules"),
     [
         (
-            "```python\nfrom ckptfs.tools.copying import copy_to\n```\n",
-            {"ckptfs.tools.copying.copy_to"},
-            {"ckptfs.tools.copying"},
+            "```python\nfrom ckptfs.replication.copier import copy_to\n```\n",
+            {"ckptfs.replication.copier.copy_to"},
+            {"ckptfs.replication.copier"},
         ),
         ("see `ckptfs.manager.waiting.Watcher`", {"ckptfs.manager.waiting.Watcher"}, set()),
         ("see `ckptfs.manager.waiting`.", set(), {"ckptfs.manager.waiting"}),

@@ -4,7 +4,7 @@
     ckptfs cp s3://bucket/run /mnt/run -o profile=train
     torchrun ... -m ckptfs cp file:///local/run/step_100 s3://bucket/run/step_100
 
-``ckptfs.tools.copying`` does the work.
+``ckptfs.replication.copier`` does the work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptfs.text import size_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ckptfs.tools.copying import Copied, CopyReport, Status
+    from ckptfs.replication.copier import Copied, CopyReport, Status
 
 __all__ = ["cp"]
 
@@ -98,7 +98,7 @@ def cp(
     """
     from ckptfs.commit.session import Place
     from ckptfs.control.control import open_control
-    from ckptfs.tools.copying import CopyOptions, copy_with
+    from ckptfs.replication.copier import CopyOptions, copy_with
 
     source_place, target_place = Place(source_options), Place(target_options)
     with open_control() as control:

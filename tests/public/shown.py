@@ -1,6 +1,6 @@
 """What the pages of docs/ import or show of ckptfs: modules, and names in them.
 
-    ``from ckptfs.tools.copying import copy_to`` in a Python block or an example   that name
+    ``from ckptfs.tools.verifying import verify`` in a Python block or an example  that name
     ``ckptfs.manager.waiting.Watcher`` anywhere in a page                          that name
     ``ckptfs.manager.waiting`` anywhere in a page                                  that it can be imported
     ``.. automodule::``, ``.. autoclass::`` and ``<!-- modules of ckptfs.tools -->``   all that they show
