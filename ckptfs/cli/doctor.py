@@ -18,6 +18,7 @@ from ckptfs.control.control import open_control
 from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import CkptfsError
 from ckptfs.progress import printable
+from ckptfs.text import counted
 from ckptfs.tools.doctor import Expect, Finding, Report, Settings, Theme, Verdict, examine_with
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
 
 
 def _who(report: Report) -> str:
-    ranks = f"{report.ranks} rank{'' if report.ranks == 1 else 's'}"
+    ranks = counted(report.ranks, "rank")
     return f"{ranks} on {', '.join(report.nodes[:4])}{', ...' if len(report.nodes) > 4 else ''}"  # noqa: PLR2004 - as many as fit
 
 

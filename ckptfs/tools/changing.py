@@ -46,6 +46,7 @@ from ckptfs.control.control import SoloControl
 from ckptfs.errors import CkptfsError, NotFoundError, StateError, StorageError, UriError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.registry import open_storage
+from ckptfs.text import counted
 from ckptfs.tools.lines import Checkpoint, State
 from ckptfs.tools.listing import OneOf, Wanted, list_run, look_at
 from ckptfs.uri import Uri, options_of
@@ -338,7 +339,7 @@ def _run_instead(target: Uri, options: Mapping[str, Any] | None, command: str) -
             return None
         names = [one.seal.name for one in catalog(look.views)]
     shown = _shown(target)
-    count = "1 checkpoint" if len(names) == 1 else f"{len(names) or 'no'} checkpoints"
+    count = counted(len(names), "checkpoint") if names else "no checkpoints"
     if not names:
         hint = f"run ckptfs gc {shown} to see what dead jobs left in it"
     elif command == "rm":

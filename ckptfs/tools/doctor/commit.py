@@ -16,7 +16,8 @@ from ckptfs.control.world import World
 from ckptfs.errors import AlreadyExistsError, CkptfsError, NotFoundError, StorageError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.clients.base import Limits, ObjectClient
-from ckptfs.tools.doctor.report import Finding, Theme, Verdict, many, on_ranks
+from ckptfs.text import counted
+from ckptfs.tools.doctor.report import Finding, Theme, Verdict, on_ranks
 from ckptfs.tools.doctor.session import (
     Clock,
     Findings,
@@ -160,20 +161,20 @@ def _judge_race(name: str, reports: Sequence[_Race], groups: Sequence[Sequence[i
             won = [mark for rank in ranks for mark in reports[rank].wins[number]]
             held = {reports[rank].holds[number] for rank in ranks}
             if len(won) != 1 or held != set(won):
-                wrong.append(f"round {number}: {many(len(won), 'winner')}, {_read(held)}")
+                wrong.append(f"round {number}: {counted(len(won), 'winner')}, {_read(held)}")
     data = {"rounds": rounds, "racers": racers, "wrong": len(wrong)}
     if wrong:
         return Finding(
             name,
             _THEME,
             Verdict.FAIL,
-            f"{racers} writers raced for one name, {many(rounds, 'round')}: {wrong[0]}",
+            f"{racers} writers raced for one name, {counted(rounds, 'round')}: {wrong[0]}",
             "two jobs can both believe that they own a run: a checkpoint can be lost",
             "do not save here; `ckptfs doctor` on the bucket's own URI, without gateway or cache, "
             "may show who breaks it",
             data,
         )
-    text = f"one of {racers} writers won each of {many(rounds, 'race')}, and all read its bytes"
+    text = f"one of {racers} writers won each of {counted(rounds, 'race')}, and all read its bytes"
     return Finding(name, _THEME, Verdict.OK, text, data=data)
 
 
@@ -371,7 +372,7 @@ def _of_looks(
             "use a filesystem with an atomic rename, or an object store's own URI",
             data,
         )
-    text = f"{done}; {many(looks, 'look')}, all whole"
+    text = f"{done}; {counted(looks, 'look')}, all whole"
     if least and min(s.looks for s in reports) < least:
         advice = "ask again when the place is less busy"
         return Finding(name, _THEME, Verdict.UNKNOWN, f"{text}: too few to tell", "", advice, data)

@@ -22,7 +22,6 @@ __all__ = [
     "Verdict",
     "by_theme",
     "hosts",
-    "many",
     "on_ranks",
     "seconds",
 ]
@@ -180,11 +179,6 @@ def on_ranks(worlds: Sequence[World], ranks: Collection[int]) -> str:
 def hosts(worlds: Sequence[World], nodes: Sequence[str]) -> str:
     """Return the hosts of these nodes as text."""
     return ", ".join(next(w.site for w in worlds if w.node == node) for node in nodes)
-
-
-def many(count: int, what: str) -> str:
-    """Return a count with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def seconds(value: float) -> str:

@@ -45,7 +45,8 @@ from ckptfs.errors import (
 from ckptfs.storage.base import SMALL_BYTES, Capabilities, Shape, Storage
 from ckptfs.storage.clients.base import ObjectClient
 from ckptfs.storage.clients.choose import PROTOCOLS
-from ckptfs.tools.doctor.report import Finding, Theme, Verdict, many, on_ranks
+from ckptfs.text import counted
+from ckptfs.tools.doctor.report import Finding, Theme, Verdict, on_ranks
 from ckptfs.topology.storage_domains import Placement, probe_domains
 from ckptfs.uri import Uri, mask_credentials
 
@@ -524,7 +525,7 @@ def _judge_leftovers(
         )
     if not found:
         return ()
-    text = f"removed what {many(len(found), 'killed doctor')} left: {', '.join(sorted(found))}"
+    text = f"removed what {counted(len(found), 'killed doctor')} left: {', '.join(sorted(found))}"
     return (Finding("leftovers", Theme.ACCESS, Verdict.OK, text, data={"removed": sorted(found)}),)
 
 

@@ -14,7 +14,8 @@ from ckptfs.control.world import World
 from ckptfs.errors import CkptfsError, NotFoundError, StaleError, StorageError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.clients.base import ObjectClient
-from ckptfs.tools.doctor.report import Finding, Theme, Verdict, hosts, many, on_ranks, seconds
+from ckptfs.text import counted
+from ckptfs.tools.doctor.report import Finding, Theme, Verdict, hosts, on_ranks, seconds
 from ckptfs.tools.doctor.session import (
     Clock,
     Expect,
@@ -66,7 +67,7 @@ def _judge_domains(
                 found.hint or "see the visibility below",
             ),
         )
-    texts = [f"{hosts(worlds, d.nodes)} ({many(len(d.ranks), 'rank')})" for d in found]
+    texts = [f"{hosts(worlds, d.nodes)} ({counted(len(d.ranks), 'rank')})" for d in found]
     data = {"domains": [{"ranks": list(d.ranks), "nodes": list(d.nodes)} for d in found]}
     shared = next((d for d in found if len(d.nodes) > 1), None)
     if expect is Expect.SHARED and len(found) > 1:
@@ -95,7 +96,7 @@ def _judge_domains(
             ),
         )
     if expect is not None and nodes == 1:
-        text = f"{many(len(worlds), 'rank')} of one node took part"
+        text = f"{counted(len(worlds), 'rank')} of one node took part"
         meaning = f"whether nodes share it was not shown (--expect {expect.value})"
         advice = "start it on every node, as the job is: torchrun ... --no-python ckptfs doctor ..."
         return (Finding(name, _THEME, Verdict.UNKNOWN, text, meaning, advice, data),)
@@ -131,7 +132,7 @@ def shared_directory(session: Session) -> Findings:
         refusal = Refusal.of(error)
         meaning = "ensure_dir, and every save, would fail here the same way"
         return (Finding(name, _THEME, Verdict.FAIL, refusal.text, meaning, refusal.hint),)
-    text = f"made by one, seen by {many(len(session.worlds), 'rank')}"
+    text = f"made by one, seen by {counted(len(session.worlds), 'rank')}"
     return (Finding(name, _THEME, Verdict.OK, text),)
 
 
@@ -285,7 +286,7 @@ def _judge_visibility(
     meaning = ""
     if data["stale_plain_looks"]:
         meaning = "programs that do not look afresh, as ckptfs does, see new files late: absence is cached"
-    summary = f"at most {seconds(most_s)} from write to read, {many(len(worlds), 'rank')}"
+    summary = f"at most {seconds(most_s)} from write to read, {counted(len(worlds), 'rank')}"
     return (Finding(name, _THEME, Verdict.OK, summary, meaning, data=data),)
 
 

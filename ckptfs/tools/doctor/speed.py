@@ -16,8 +16,8 @@ from statistics import median
 from ckptfs.control.world import World
 from ckptfs.errors import StorageError
 from ckptfs.storage.base import Storage
-from ckptfs.text import size_text
-from ckptfs.tools.doctor.report import Finding, Theme, Verdict, many, seconds
+from ckptfs.text import counted, size_text
+from ckptfs.tools.doctor.report import Finding, Theme, Verdict, seconds
 from ckptfs.tools.doctor.session import (
     Findings,
     Need,
@@ -83,7 +83,7 @@ def judge_latency(_: Sequence[World], answers: Sequence[Latency]) -> Findings:
         texts.append(f"{what} {seconds(middle_s)} (at most {seconds(most_s)})")
         data[what] = {"median_s": middle_s, "max_s": most_s}
         worst_s = max(worst_s, middle_s)
-    text = f"{', '.join(texts)}; {many(len(answers), 'rank')} at once"
+    text = f"{', '.join(texts)}; {counted(len(answers), 'rank')} at once"
     if worst_s <= _SLOW_S:
         return (Finding(name, Theme.SPEED, Verdict.OK, text, data=data),)
     meaning = "every commit takes several such operations one after another"
@@ -200,7 +200,7 @@ def judge_bandwidth(answers: Sequence[Transfer], needs_bytes: int | None) -> Fin
     A transfer that is too short gets no warning.
     """
     total = sum(s.size_bytes for s in answers)
-    each = f"{many(len(answers), 'rank')} x {size_text(answers[0].size_bytes)}"
+    each = f"{counted(len(answers), 'rank')} x {size_text(answers[0].size_bytes)}"
     write_s = max(s.write_s for s in answers)
     read_s = max(s.read_s for s in answers)
     cached = next((s.cached for s in answers if s.cached), "")
