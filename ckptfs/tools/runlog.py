@@ -32,8 +32,8 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, Self
 
-from ckptfs.commit.catalog.catalog import read_domain
-from ckptfs.commit.log.advisory_log import LogKind, kind_of_log, with_log
+from ckptfs.commit.catalog.catalog import opened_log, read_domain
+from ckptfs.commit.log.advisory_log import LogKind, kind_of_log
 from ckptfs.commit.log.append import LogBudget, catch_up
 from ckptfs.commit.log.entries import (
     GENESIS,
@@ -155,16 +155,12 @@ def read_log(run_uri: Any, storage_options: Mapping[str, Any] | None = None) -> 
     Raises:
         NotFoundError: There is no log.
     """
-    root = Uri.parse(run_uri)
-    plain = open_storage(root, {**options_of(run_uri), **(storage_options or {})})
-    try:
-        lines = lines_of(with_log(plain, plain.capabilities, write=False))
-    finally:
-        plain.close()
+    with opened_log(run_uri, storage_options) as storage:
+        lines = lines_of(storage)
     if not lines:
         raise NotFoundError(
             "no run has a log there",
-            uri=root,
+            uri=Uri.parse(run_uri),
             hint="what was copied without its log, or saved by stock torch, has none; see ckptfs ls",
         )
     return lines

@@ -32,10 +32,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptfs.commit.catalog.catalog import Found, list_live, live_of, part_of
+from ckptfs.commit.catalog.catalog import Found, list_live, live_of, opened_log, part_of
 from ckptfs.commit.catalog.unlogged import look_at_directory, unlogged_names
 from ckptfs.commit.delete.shared_data import file_key
-from ckptfs.commit.log.advisory_log import with_log
 from ckptfs.commit.log.entries import Kind, PartRef, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord, decode_manifest, digest_of
@@ -54,7 +53,6 @@ from ckptfs.errors import (
 from ckptfs.manager.survey import look
 from ckptfs.progress import SILENT, Meter
 from ckptfs.storage.base import Storage
-from ckptfs.storage.registry import open_storage
 from ckptfs.tools.digesting import BadRange, Compared, DeepFile, Resumed, compare_files
 from ckptfs.tools.findings import Checked, Damage, Finding, Looked, Target, Verified, look_at
 from ckptfs.tools.runlog import Condition, lines_of
@@ -142,9 +140,7 @@ def aimed_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iter
     with contextlib.ExitStack() as opened:
 
         def at(root: Uri) -> Storage:
-            plain = open_storage(root, options)
-            opened.callback(plain.close)
-            return with_log(plain, plain.capabilities, write=False)
+            return opened.enter_context(opened_log(root, options))
 
         here = at(target)
         run = _complete_log(_sight(here))

@@ -14,6 +14,9 @@ One process reads a run without talking to any other rank:
     with looking_at(run_uri, options) as look:
         look.root  look.storage  look.views      {} if there never was a run
 
+    with opened_log(run_uri, options) as storage:
+        drive(read_view(), storage)              for a reader that continues after a damaged entry
+
 No reader reads entries behind a gap. Before something is done that they could forbid:
 
     check_log(views)               whether readers see all of the log: no gap, and its domain is known
@@ -98,6 +101,7 @@ __all__ = [
     "logged",
     "looking_at",
     "missing_files",
+    "opened_log",
     "part_of",
     "read_domain",
     "read_view",
@@ -485,6 +489,16 @@ def looking_at(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Itera
             error.uri = str(storage.uri(error.uri or ""))  # an entry is read by its key
             raise
         yield Look(root, storage, {} if view is None else dict([view]))
+    finally:
+        plain.close()
+
+
+@contextlib.contextmanager
+def opened_log(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Iterator[Storage]:
+    """Yield the storage of a run, with its log as an ordinary one. On leaving, it is closed."""
+    plain = open_storage(Uri.parse(run_uri), {**options_of(run_uri), **(storage_options or {})})
+    try:
+        yield with_log(plain, plain.capabilities, write=False)
     finally:
         plain.close()
 

@@ -26,6 +26,7 @@ from ckptfs.commit.catalog.catalog import (
     is_run,
     list_live,
     live_of,
+    looking_at,
     missing_files,
     part_of,
     read_view,
@@ -35,7 +36,6 @@ from ckptfs.commit.catalog.catalog import (
 )
 from ckptfs.commit.catalog.unlogged import is_overwritten, unlogged_error
 from ckptfs.commit.delete.shared_data import file_key
-from ckptfs.commit.log.advisory_log import with_log
 from ckptfs.commit.log.entries import Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import Manifest
@@ -57,7 +57,6 @@ from ckptfs.errors import (
     UriError,
 )
 from ckptfs.storage.base import Shape
-from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 
 __all__ = ["following", "locate", "locate_directory", "reading_session"]
@@ -136,19 +135,15 @@ def reading_session(
 def _has_part(run: Uri, place: Place, step: str, part: str) -> bool:
     """Whether ``run`` is a run, and its log knows that part, or the step as one with other parts."""
     try:
-        plain = open_storage(run, place.storage_options)
-    except (StorageError, UriError):
-        return False
-    try:
-        view = drive(read_view(), with_log(plain, plain.capabilities, write=False))
-    except (StorageError, ManifestError):
+        with looking_at(run, place.storage_options) as look:
+            views = look.views
+    except (StorageError, UriError, ManifestError):
         return False  # the directory above a copied checkpoint need not be readable
-    finally:
-        plain.close()
-    return view is not None and any(
+    return any(
         (save.part is not None and (save.part.name, save.part.part) == (step, part))
         or (save.seal is not None and save.seal.name == step and bool(save.seal.parts))
-        for save in (*view[1].saves.living.values(), *view[1].saves.of_name(step))
+        for view in views.values()
+        for save in (*view.saves.living.values(), *view.saves.of_name(step))
     )
 
 
