@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ __all__ = [
     "RunSession",
     "View",
     "agree_uri",
+    "collect_views",
     "naming",
     "open_session",
     "start_session",
@@ -188,6 +189,11 @@ class _Ask:
     ids: frozenset[str]
 
 
+def collect_views(found: Iterable[View | None]) -> dict[str, LogState]:
+    """Return the logs that ranks sent, by domain. A rank that reads none sends None. Pure."""
+    return dict(view for view in found if view is not None)
+
+
 def step_with_views(
     control: Control,
     label: str,
@@ -216,7 +222,7 @@ def step_with_views(
     """
 
     def first(found: list[T]) -> R | _Ask:
-        views = dict(view for one in found if (view := view_of(one)) is not None)
+        views = collect_views(map(view_of, found))
         ids = unsent(views, also(found))
         return _Ask(ids) if ids else decide(found)
 

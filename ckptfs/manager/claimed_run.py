@@ -29,9 +29,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.commit.catalog.catalog import check_run_uri, list_live, read_view
+from ckptfs.commit.catalog.catalog import check_run_uri, list_live
+from ckptfs.commit.catalog.locate import owner_view
 from ckptfs.commit.log.entries import Seal
-from ckptfs.commit.operations import drive, read_limited
+from ckptfs.commit.operations import read_limited
 from ckptfs.commit.ownership.claim import Mode, Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run
 from ckptfs.commit.session import (
@@ -237,7 +238,7 @@ class Pointer:
         """
 
         def replace() -> None:
-            view = drive(read_view(), session.storage) if session.placement.is_owner else None
+            view = owner_view(session)
             lives = [] if view is None else list_live(dict([view]))
             names = [seal.name for seal in lives if is_ours(seal) and not seal.failure]
             if not names and view is not None and view[1].saves:

@@ -37,13 +37,14 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Protocol, Self
 
-from ckptfs.commit.catalog.catalog import Checkpoint, list_live, logged, looking_at, read_view
+from ckptfs.commit.catalog.catalog import Checkpoint, list_live, logged, looking_at
+from ckptfs.commit.catalog.locate import node_view
 from ckptfs.commit.catalog.unlogged import views_if_gone
 from ckptfs.commit.log.entries import Kind, decode_entry
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive, read_limited
 from ckptfs.commit.paths import log_key
-from ckptfs.commit.session import RunSession
+from ckptfs.commit.session import RunSession, collect_views
 from ckptfs.commit.state import Views, catalog
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.staging.buffers import HostBuffers
@@ -224,11 +225,8 @@ class View:
         main = self.names.main
         name = self.names.of(main).name(step)
 
-        def look() -> tuple[str, LogState] | None:
-            return drive(read_view(), session.storage) if session.placement.is_node_lead else None
-
         def decide(found: Sequence[tuple[str, LogState] | None]) -> str:
-            lives = list_live(dict(one for one in found if one is not None))
+            lives = list_live(collect_views(found))
             seals = [s for s in lives if s.artifact is main]
             for seal in seals:
                 if seal.name == name:
@@ -239,7 +237,7 @@ class View:
                 hint=f"there are {', '.join(seal.name for seal in seals) or 'none'}",
             )
 
-        return session.control.step("find the step", look, decide)
+        return session.control.step("find the step", lambda: node_view(session), decide)
 
 
 class RunManager:

@@ -54,7 +54,7 @@ from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.parts.tickets import Decision, SealedPart, Ticket, begin_parts
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import Committed, IfExists, SaveSpec, WrittenPart
-from ckptfs.commit.session import RunSession, View, step_with_views
+from ckptfs.commit.session import RunSession, View, collect_views, step_with_views
 from ckptfs.commit.state import Views, catalog, save_named
 from ckptfs.control.control import hearing
 from ckptfs.dcp.async_api import SaveResources, begin_in_background, submit_pending
@@ -763,7 +763,7 @@ def _ask(
         return None if state is None else (session.placement.mine.id, state.to_send(ids))
 
     def decide_all(found: Sequence[View | None]) -> R:
-        return decide(dict(one for one in found if one is not None))
+        return decide(collect_views(found))
 
     return step_with_views(session.control, label, view, lambda one: one, decide_all)
 

@@ -27,10 +27,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptfs.commit.catalog.catalog import live_of, part_of, read_view, unlogged
-from ckptfs.commit.catalog.locate import reading_session
+from ckptfs.commit.catalog.catalog import live_of, part_of, unlogged
+from ckptfs.commit.catalog.locate import node_view, owner_view, reading_session
 from ckptfs.commit.log.append import catch_up
-from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.lease import who_am_i
@@ -38,7 +37,15 @@ from ckptfs.commit.ownership.run import Caller
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.shared_attempt import AGAIN, ResumableAttempt, next_id, origin_of
 from ckptfs.commit.save.spec import Committed
-from ckptfs.commit.session import Place, RunSession, agree_uri, control_for, open_session
+from ckptfs.commit.session import (
+    Place,
+    RunSession,
+    View,
+    agree_uri,
+    collect_views,
+    control_for,
+    open_session,
+)
 from ckptfs.commit.state import (
     Standing,
     catalog,
@@ -100,9 +107,6 @@ __all__ = [
 ]
 
 
-View = tuple[str, LogState]
-
-
 def commit_copy(
     reading: RunSession, writing: RunSession, item: Item, manner: Manner
 ) -> Committed | None:
@@ -151,14 +155,11 @@ def _id_of(writing: RunSession, item: Item) -> str:
 def _came_first(writing: RunSession, item: Item) -> bool:
     """Whether another process has committed the same copy since. Collective."""
 
-    def look() -> View | None:
-        return drive(read_view(), writing.storage) if writing.placement.is_owner else None
-
     def decide(found: Sequence[View | None]) -> bool:
-        existing = save_named(item.name, dict(s for s in found if s is not None))
+        existing = save_named(item.name, collect_views(found))
         return existing is not None and origin_of(existing.save_id) == item.origin
 
-    return writing.control.step("who came first", look, decide)
+    return writing.control.step("who came first", lambda: owner_view(writing), decide)
 
 
 def _commit_parts(
@@ -203,11 +204,8 @@ def gone_meanwhile(reading: RunSession, item: Item, error: CkptfsError) -> bool:
     if not failed and not isinstance(error, _MISSING):
         return False
 
-    def look() -> View | None:
-        return drive(read_view(), reading.storage) if reading.placement.is_node_lead else None
-
     def decide(found: Sequence[View | None]) -> bool:
-        views = dict(s for s in found if s is not None)
+        views = collect_views(found)
         seal = item.original.seal
         if seal is None:
             try:
@@ -219,7 +217,7 @@ def gone_meanwhile(reading: RunSession, item: Item, error: CkptfsError) -> bool:
         ended = (Standing.COMMITTED, Standing.DELETED)
         return seal.save_id not in live and standing(seal.save_id, views) in ended
 
-    return reading.control.step("what is left of the source", look, decide)
+    return reading.control.step("what is left of the source", lambda: node_view(reading), decide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,18 +428,15 @@ def _planned(
     with open_session(target[0], reading.control, target[1], write=False) as looking:
 
         def look() -> _BothLogs:
-            return _BothLogs(
-                drive(read_view(), reading.storage) if reading.placement.is_node_lead else None,
-                drive(read_view(), looking.storage) if looking.placement.is_node_lead else None,
-            )
+            return _BothLogs(node_view(reading), node_view(looking))
 
         def choose(reports: Sequence[_BothLogs]) -> Plan:
             return decide(
                 Lookout(
                     reading.storage,
                     reading.storage.root,
-                    dict(s.source for s in reports if s.source is not None),
-                    dict(s.target for s in reports if s.target is not None),
+                    collect_views(s.source for s in reports),
+                    collect_views(s.target for s in reports),
                     looking.storage,
                     options.overwrite,
                     who_am_i(reading.control.world).node,
@@ -608,14 +603,11 @@ def gather(
 
 
 def _look(reading: RunSession, writing: RunSession) -> _BothLogs:
-    return _BothLogs(
-        drive(read_view(), reading.storage) if reading.placement.is_node_lead else None,
-        drive(read_view(), writing.storage) if writing.placement.is_owner else None,
-    )
+    return _BothLogs(node_view(reading), owner_view(writing))
 
 
 def _choose(reports: Sequence[_BothLogs], name: str, at: Uri) -> One:
-    views = dict(s.source for s in reports if s.source is not None)
+    views = collect_views(s.source for s in reports)
     step, part = split_name(name)
     checkpoint = live_of(step, views, at)
     if checkpoint is None:
@@ -626,6 +618,4 @@ def _choose(reports: Sequence[_BothLogs], name: str, at: Uri) -> One:
             "checkpoint without a log too",
         )
     seal = checkpoint if part is None else part_of(checkpoint, part, at)[0]
-    return One(
-        seal, fresh_id(seal.save_id, dict(s.target for s in reports if s.target is not None))
-    )
+    return One(seal, fresh_id(seal.save_id, collect_views(s.target for s in reports)))

@@ -48,6 +48,7 @@ from ckptfs.commit.session import (
     RunSession,
     View,
     agree_uri,
+    collect_views,
     open_session,
     step_with_views,
 )
@@ -184,7 +185,7 @@ class Drain:
                 "copy: plan",
                 lambda ids: self._survey(run.session, (*ids, *turn.ids)),
                 lambda view: view,
-                lambda found: self._plan(views, _views(found), run),
+                lambda found: self._plan(views, collect_views(found), run),
             ).copies
             self.is_planned = True
         except CkptfsError as error:
@@ -319,7 +320,7 @@ class Drain:
         retirer, origin = self._retirer, origin_of(seal.save_id)
 
         def decide(found: Sequence[View | None]) -> str | None:
-            lives = (live.seal for live in catalog(_views(found)))
+            lives = (live.seal for live in catalog(collect_views(found)))
             other = next((s for s in lives if s.name == seal.name), None)
             return None if other is None or origin_of(other.save_id) == origin else other.save_id
 
@@ -384,10 +385,6 @@ class Drain:
         # A Retained event names no run, so it would look like the primary's.
         if not isinstance(event, Retained):
             self._tell(event)
-
-
-def _views(found: Sequence[View | None]) -> dict[str, LogState]:
-    return dict(f for f in found if f is not None)
 
 
 def _raise_if_apart(error: CkptfsError) -> None:
@@ -656,7 +653,7 @@ class Copier:
             before = frozenset(self._known)
 
         def gather(found: Sequence[View | None]) -> None:
-            gathered.append(dict(f for f in found if f is not None))
+            gathered.append(collect_views(found))
 
         step_with_views(self._control, "copy: look", self._look, lambda view: view, gather)
         views = gathered[0] if gathered else {}
@@ -683,7 +680,7 @@ class Copier:
         gathered: list[set[str]] = []
 
         def gather(found: Sequence[View | None]) -> None:
-            views = dict(f for f in found if f is not None)
+            views = collect_views(found)
             seals = [live.seal for live in catalog(views)]
             gathered.append({seal.save_id for seal in seals})
 

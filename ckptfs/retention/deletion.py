@@ -43,7 +43,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive, take_turns
 from ckptfs.commit.ownership.background_owner import Background
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.session import RunSession, View, step_with_views
+from ckptfs.commit.session import RunSession, View, collect_views, step_with_views
 from ckptfs.commit.state import catalog, seal_of
 from ckptfs.errors import (
     CkptfsError,
@@ -600,7 +600,7 @@ class Retirer:
 
 
 def _views(reports: Sequence[_RankReport]) -> dict[str, LogState]:
-    return dict(s.view for s in reports if s.view is not None)
+    return collect_views(report.view for report in reports)
 
 
 def _holds(session: RunSession, save_id: str) -> bool:

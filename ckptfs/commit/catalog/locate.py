@@ -59,7 +59,7 @@ from ckptfs.errors import (
 from ckptfs.storage.base import Shape
 from ckptfs.uri import Uri
 
-__all__ = ["following", "locate", "locate_directory", "reading_session"]
+__all__ = ["following", "locate", "locate_directory", "node_view", "owner_view", "reading_session"]
 
 logger = logging.getLogger("ckptfs.commit")
 
@@ -130,6 +130,16 @@ def reading_session(
                 session = stack.enter_context(open_session(run, control, place, write=False))
                 name = part_name(step, name)
         yield session, name
+
+
+def owner_view(session: RunSession) -> View | None:
+    """Return the log of the domain that this rank owns; None if it owns none. Local."""
+    return drive(read_view(), session.storage) if session.placement.is_owner else None
+
+
+def node_view(session: RunSession) -> View | None:
+    """Return the log as this rank's node sees it, on its first rank; None on others. Local."""
+    return drive(read_view(), session.storage) if session.placement.is_node_lead else None
 
 
 def _has_part(run: Uri, place: Place, step: str, part: str) -> bool:

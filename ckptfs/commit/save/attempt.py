@@ -62,7 +62,7 @@ from ckptfs.commit.save.spec import (
     SmallFile,
     WrittenPart,
 )
-from ckptfs.commit.session import RunSession, View, naming, step_with_views
+from ckptfs.commit.session import RunSession, View, collect_views, naming, step_with_views
 from ckptfs.commit.state import pieces
 from ckptfs.control.messages import apart
 from ckptfs.errors import (
@@ -377,7 +377,7 @@ class Attempt:
         return replace(self._decide([view for _, view in answers]), metrics=self.spec.metrics)
 
     def _decide(self, answers: Sequence[View | None]) -> SavePlan:
-        return plan_save(self.spec, dict(a for a in answers if a is not None), self.session)
+        return plan_save(self.spec, collect_views(answers), self.session)
 
     @property
     def _looks_at_once(self) -> bool:
