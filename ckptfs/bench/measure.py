@@ -61,6 +61,7 @@ from ckptfs.bench.workloads import (
     make_state,
 )
 from ckptfs.errors import CkptfsError, IntegrityError
+from ckptfs.text import size_text
 from ckptfs.uri import mask_credentials
 
 __all__ = ["LOOPERS", "Looped", "Looper", "loop_round", "measure_ranks", "open_looper"]
@@ -284,7 +285,7 @@ def measure_ranks(asked: Asked, group: TorchGroup, tell: Tell) -> None:
     ends = _Ends(asked)
     for workload in asked.workloads:
         moved = _made(workload, group)
-        say(Progress(f"{moved.spec.name}: {moved.spec.size_bytes / 1e9:.2f} GB were made"))
+        say(Progress(f"{moved.spec.name}: {size_text(moved.spec.size_bytes)} were made"))
         say(
             Workload(
                 moved.spec.name,

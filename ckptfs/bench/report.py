@@ -40,7 +40,6 @@ from ckptfs.bench.analysis import (
 from ckptfs.bench.plots import FAINT, INK, Plot, plots_of
 from ckptfs.bench.results import (
     Result,
-    bytes_text,
     conditions_text,
     number_text,
     phase_text,
@@ -48,6 +47,7 @@ from ckptfs.bench.results import (
     write_file,
 )
 from ckptfs.errors import MissingDriverError
+from ckptfs.text import size_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -314,7 +314,7 @@ def _workload(prefix: str, workload: str, one: Chapter, rows: Sequence[Row]) -> 
     spec = next((w for w in one.result.workloads if w.name == workload), None)
     description = ""
     if spec is not None:
-        what = f"{spec.tensors} tensors, {bytes_text(spec.size_bytes)} on all ranks together"
+        what = f"{spec.tensors} tensors, {size_text(spec.size_bytes)} on all ranks together"
         description = "; ".join(filter(None, (spec.told, what)))
     plots = [plot for plot in one.plots if plot.workload == workload]
     here = [row for row in rows if row.workload == workload]
@@ -373,7 +373,7 @@ def _numbers(caption: str, rows: Sequence[Row]) -> _TableView:
                 ratio_cell(row.to_ours),
                 spread_cell(row.cpu_s_per_gb),
                 *(
-                    bytes_text(values.median if values else None)
+                    size_text(values.median if values else None)
                     for values in (row.peak_memory_bytes, row.sent_bytes, row.received_bytes)
                 ),
             ]

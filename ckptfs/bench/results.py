@@ -48,7 +48,6 @@ __all__ = [
     "Sample",
     "Target",
     "Workload",
-    "bytes_text",
     "conditions_text",
     "decode_result",
     "encode_result",
@@ -399,11 +398,6 @@ def phase_text(phase: str) -> str:
     return PHASES[phase][0] if phase in PHASES else phase
 
 
-def bytes_text(value: float | None) -> str:
-    """Return ``value`` bytes as ``1.23 GB`` (of 10^9 bytes); ``-`` for None, not measured."""
-    return size_text(value)
-
-
 def conditions_text(result: Result, workload: str) -> str:
     """Return the tensor sizes, ranks and threads that the ratios of a workload hold for.
 
@@ -420,10 +414,10 @@ def conditions_text(result: Result, workload: str) -> str:
     phrases = []
     if found is not None and found.half_tensor_bytes is not None:
         least, largest = (
-            bytes_text(found.least_tensor_bytes),
-            bytes_text(found.largest_tensor_bytes),
+            size_text(found.least_tensor_bytes),
+            size_text(found.largest_tensor_bytes),
         )
-        half = bytes_text(found.half_tensor_bytes)
+        half = size_text(found.half_tensor_bytes)
         phrases.append(f"tensors of {least} to {largest}, half of the bytes in those up to {half}")
     if "ranks" in result.settings:
         phrases.append(f"ranks: {result.settings['ranks']}")

@@ -47,6 +47,7 @@ from ckptfs.bench.messages import (
 from ckptfs.bench.results import Result, phase_text
 from ckptfs.bench.target import Home
 from ckptfs.errors import CkptfsError, StateError, StorageError
+from ckptfs.text import size_text
 from ckptfs.uri import HasProtocol, Uri, mask_credentials
 
 __all__ = ["OMP_NUM_THREADS", "home_name", "measure", "run_ranks", "target_asked", "under_torchrun"]
@@ -375,8 +376,8 @@ def check_fits(request: Asked, homes: list[Home], local_ranks: int) -> None:
     free = available_memory_bytes()
     if free is not None and needed > free:
         raise StateError(
-            f"this needs {needed / 1e9:.1f} GB of memory here, three times the state, and "
-            f"{free / 1e9:.1f} GB are available",
+            f"this needs {size_text(needed)} of memory here, three times the state, and "
+            f"{size_text(free)} are available",
             hint="give a smaller --size or --params, or more machines under torchrun",
         )
 

@@ -31,6 +31,7 @@ from ckptfs.errors import NoSpaceError, StorageError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.options import OURS
 from ckptfs.storage.registry import open_storage
+from ckptfs.text import size_text
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -209,8 +210,8 @@ class Home:
         free_bytes = found.f_bavail * found.f_frsize
         if needed_bytes * _SPARE > free_bytes:
             raise NoSpaceError(
-                f"this keeps up to {needed_bytes / 1e9:.1f} GB at once, and "
-                f"{free_bytes / 1e9:.1f} GB are free",
+                f"this keeps up to {size_text(needed_bytes)} at once, and "
+                f"{size_text(free_bytes)} are free",
                 uri=self.place,
                 hint="give a smaller --size or --params, or another URI; --keep keeps every engine's",
             )

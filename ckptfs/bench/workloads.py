@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import StateError
+from ckptfs.text import size_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -339,7 +340,7 @@ def _even(name: str, size_bytes: int) -> WorkloadSpec:
 def _refuse_too_many(kind: str, size_bytes: int, mean_bytes: int) -> None:
     if size_bytes > _MOST_SMALL * mean_bytes:
         raise StateError(
-            f"{size_bytes / 1e9:.1f} GB would be more than {_MOST_SMALL} small tensors",
+            f"{size_text(size_bytes)} would be more than {_MOST_SMALL} small tensors",
             hint=f"give the workload {kind!r} less; large ones are the other workloads' business",
         )
 

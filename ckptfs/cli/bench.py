@@ -47,7 +47,6 @@ from ckptfs.bench.results import (
     PHASES,
     Phase,
     Result,
-    bytes_text,
     conditions_text,
     number_text,
     phase_text,
@@ -70,6 +69,7 @@ from ckptfs.cli.output import (
 )
 from ckptfs.errors import CkptfsError
 from ckptfs.storage.options import OURS
+from ckptfs.text import size_text
 from ckptfs.uri import mask_credentials
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def _longer(
     longer = replace(request, rounds=_LONGER_ROUNDS, within_s=None)
     return (
         (
-            f"This was a short run: {rounds} of {request.rounds} rounds of {bytes_text(size)}, {took_s:.0f} s. "
+            f"This was a short run: {rounds} of {request.rounds} rounds of {size_text(size)}, {took_s:.0f} s. "
             f"Tighter figures, in about {max(1, round(took_s * factor / 60))} min:"
         ),
         f"  {command_text(longer, options, None)}",
@@ -366,7 +366,7 @@ def _progress(text: str) -> None:
 
 def _show(console: Console, result: Result) -> None:
     for workload in result.workloads:
-        size = bytes_text(workload.size_bytes)
+        size = size_text(workload.size_bytes)
         console.print(f"{workload.name}: {size} in {workload.tensors} tensors; {workload.told}")
         if conditions := conditions_text(result, workload.name):
             console.print(f"ratios of {workload.name} hold for {conditions}")
@@ -388,7 +388,7 @@ def _show(console: Console, result: Result) -> None:
             if row.to_limit is None
             else f"{100 / row.to_limit.ratio:.0f} %",
             "-" if row.cpu_s_per_gb is None else number_text(row.cpu_s_per_gb.median),
-            bytes_text(None if row.peak_memory_bytes is None else row.peak_memory_bytes.median),
+            size_text(None if row.peak_memory_bytes is None else row.peak_memory_bytes.median),
         )
         for row in rows_of(result)
     ]

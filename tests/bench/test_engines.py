@@ -352,7 +352,7 @@ def test_all_ranks_end_after_the_same_round(tmp_path: Path, late: bool) -> None:
 def test_a_person_is_told_what_is_under_way(tmp_path: Path, seen: list[Seen]) -> None:
     """Each engine's turn, before it, and how long the rest takes at most as soon as a round was timed."""
     told = [one.text for one in measured(tmp_path) if isinstance(one, Progress)]
-    assert "GB were made" in told[0]
+    assert "200 kB were made" in told[0]
     rounds = [text.partition(": ")[2] for text in told[1:]]
     assert rounds[0] == "warm-up, torch.save"
     assert [text.partition(";")[0] for text in rounds[1:]] == [

@@ -95,6 +95,7 @@ from ckptfs.dcp.write.rank_files import (
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, NoSpaceError, StateError
 from ckptfs.progress import SILENT, Meter
 from ckptfs.storage.base import Space, Storage
+from ckptfs.text import size_text
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -707,12 +708,12 @@ class PlannedSpace:
             raise
 
     def _missing(self) -> str:
-        text = f"{_megabytes(self.planned_bytes)} to write"
+        text = f"{size_text(self.planned_bytes)} to write"
         if self.free_bytes is None:
             return text
-        text += f", {_megabytes(self.free_bytes)} were free"
+        text += f", {size_text(self.free_bytes)} were free"
         missing = self.planned_bytes - self.free_bytes
-        return f"{_megabytes(missing)} missing ({text})" if missing > 0 else text
+        return f"{size_text(missing)} missing ({text})" if missing > 0 else text
 
 
 def check_space(
@@ -768,10 +769,6 @@ def _bytes_by_domain(needs: Sequence[_Need]) -> dict[str, tuple[int, int | None]
         here = None if need.space is None else need.space.free_bytes
         found[need.domain] = (planned + need.size_bytes, free if here is None else here)
     return found
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:.1f} MB"
 
 
 def _shortages(needs: Sequence[_Need]) -> list[str]:
