@@ -66,8 +66,8 @@ from ckptfs.storage.io import aligned_memory
 from ckptfs.storage.registry import open_storage
 from ckptfs.storage.threads import Pump
 from ckptfs.tools.contents import DEEPEST, Box, Contents, Leaf, ObjectLeaf, TensorLeaf, batches
+from ckptfs.tools.export_target import ExportTarget, open_target, refuse_place, refuse_taken
 from ckptfs.tools.inspecting import matching
-from ckptfs.tools.landing import Landing, landing, refuse_place, refuse_taken
 from ckptfs.tools.opening import open_contents, options_for
 from ckptfs.uri import Uri, options_of
 
@@ -224,7 +224,7 @@ class _Item:
 def write_dcp(  # noqa: PLR0917 - a source, a place, and how
     contents: Contents,
     chosen: Sequence[Chosen],
-    made: Landing,
+    made: ExportTarget,
     checkpoint_id: str,
     limit_bytes: int,
     meter: Meter,
@@ -391,7 +391,7 @@ def export(
 ) -> Exported:
     """Export a checkpoint, or a part of one. Local; durable on return.
 
-    After a crash the target is as it was, except as the module ``landing`` says of object stores.
+    After a crash the target is as it was, except as the module ``export_target`` says of object stores.
 
     Args:
         uri: The checkpoint, or a part of one.
@@ -435,14 +435,14 @@ def export(
             _to_torch(contents, chosen, place, options, overwrite, scratch, meter)
             return _told(place, kind, (place.name,), chosen)
         if kind is ExportFormat.DCP:
-            with landing(
+            with open_target(
                 place, options, overwrite=overwrite, ours=_DCP, markers=(METADATA,)
             ) as made:
                 write_dcp(contents, chosen, made, str(place), limit_bytes, meter)
             return _told(place, kind, _names(made), chosen)
         tensors = [one for one in chosen if isinstance(one.leaf, TensorLeaf)]
         planned = _plan(tensors, limit_bytes)
-        with landing(
+        with open_target(
             place, options, overwrite=overwrite, ours=_SAFETENSORS, markers=(INDEX,)
         ) as made:
             _to_safetensors(contents, tensors, planned, made, meter)
@@ -471,7 +471,7 @@ def _told(
     return Exported(uri, kind, tuple(files), len(sizes), objects, sum(sizes), left_out)
 
 
-def _names(made: Landing) -> list[str]:
+def _names(made: ExportTarget) -> list[str]:
     return [key.removeprefix(made.prefix) for key in made.written]
 
 
@@ -511,7 +511,7 @@ def _to_safetensors(
     contents: Contents,
     tensors: Sequence[Chosen],
     planned: Sequence[PlannedFile],
-    made: Landing,
+    made: ExportTarget,
     meter: Meter,
 ) -> None:
     by_name = {one.key: one for one in tensors}

@@ -15,8 +15,8 @@ import torch
 from ckptfs.errors import AnswerLostError, StateError, UriError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
+from ckptfs.tools.export_target import open_target, refuse_place
 from ckptfs.tools.exporting import ExportFormat
-from ckptfs.tools.landing import landing, refuse_place
 from ckptfs.uri import Uri
 from tests.cli.conftest import Cli, Place, a_run, state_of
 from tests.cli.damage import VICTIM, save_id_of, state_now
@@ -121,7 +121,7 @@ def test_what_comes_while_an_export_is_written_stays(tmp_path: Path) -> None:
     (old / "model.safetensors").write_text("old")
 
     def write() -> None:
-        with landing(Uri.parse(old), None, overwrite=True, ours=ours, markers=()) as made:
+        with open_target(Uri.parse(old), None, overwrite=True, ours=ours, markers=()) as made:
             made.put("model.safetensors", b"new")
             (old / "README.md").write_text("mine")
 
@@ -156,7 +156,7 @@ def write_some(
 ) -> None:
     """Export files of these names over what is there; it ends inside the last one, or after it."""
     place = Uri.parse(storage.uri("out").full)
-    with landing(place, None, overwrite=True, ours=SHARDS, markers=("index.json",)) as made:
+    with open_target(place, None, overwrite=True, ours=SHARDS, markers=("index.json",)) as made:
         for name in names:
             made.put(name, b"new")
         with contextlib.ExitStack() as opened:

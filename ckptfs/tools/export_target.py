@@ -2,7 +2,7 @@
 
     refuse_place   refuses by names: the source itself, above it or inside it; what belongs to a run
     refuse_taken   refuses by what exists: a run, a checkpoint, a link, anything that no export wrote
-    landing        the place to write to:
+    open_target    the place to write to:
 
     filesystem     .NAME.partial-<id>/ next to the target, then one rename
     object store   files under their names, the marker (index, .metadata) last; removed again on failure
@@ -43,14 +43,22 @@ from ckptfs.storage.base import Entry, Shape, Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 
-__all__ = ["Landing", "There", "landing", "look", "refuse_place", "refuse_taken", "strangers"]
+__all__ = [
+    "ExistingTarget",
+    "ExportTarget",
+    "look",
+    "open_target",
+    "refuse_place",
+    "refuse_taken",
+    "strangers",
+]
 
 _SAME = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "wasbs": "wasb"}
 _MOST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class There:
+class ExistingTarget:
     """What is at the target: nothing, a link, a file, or a directory.
 
     Attributes:
@@ -149,7 +157,7 @@ def _endpoints(uri: Uri, options: Mapping[str, Any] | None) -> dict[str, str]:
 
 def refuse_taken(
     storage: Storage, target: Uri, *, ours: re.Pattern[str] | None, overwrite: bool
-) -> There:
+) -> ExistingTarget:
     """Check that what exists at a target may be replaced.
 
     Args:
@@ -181,42 +189,42 @@ def refuse_taken(
     return existing
 
 
-def look(storage: Storage, name: str) -> There:
+def look(storage: Storage, name: str) -> ExistingTarget:
     """Return what is at ``name`` in ``storage``. Links are reported as links, not followed."""
     if _is_link(storage, name):
-        return There(is_link=True)
+        return ExistingTarget(is_link=True)
     is_dir = False
     try:
         if not storage.stat(name).is_dir:
-            return There(is_file=True)
+            return ExistingTarget(is_file=True)
         is_dir = True
     except (NotFoundError, NotADirectoryError):
         pass  # an object store has no directories: only a listing shows what is there
     try:
         entries = tuple(storage.list(name))
     except (NotFoundError, NotADirectoryError):
-        return There()
+        return ExistingTarget()
     links = frozenset(e.name for e in entries if _is_link(storage, f"{name}/{e.name}"))
-    return There(is_dir=is_dir or bool(entries), entries=entries, links=links)
+    return ExistingTarget(is_dir=is_dir or bool(entries), entries=entries, links=links)
 
 
-def strangers(there: There, ours: re.Pattern[str]) -> list[str]:
-    """Return the names in ``there`` that no export of this format wrote, by the pattern ``ours``.
+def strangers(existing: ExistingTarget, ours: re.Pattern[str]) -> list[str]:
+    """Return the names in ``existing`` that no export of this format wrote, by the pattern ``ours``.
 
     These are files with other names, and all directories and links. Pure.
 
     Args:
-        there: What exists at the target.
+        existing: What exists at the target.
         ours: Matches the names that an export of this format writes.
     """
     return [
         entry.name
-        for entry in there.entries
-        if entry.is_dir or entry.name in there.links or not ours.fullmatch(entry.name)
+        for entry in existing.entries
+        if entry.is_dir or entry.name in existing.links or not ours.fullmatch(entry.name)
     ]
 
 
-def _refuse_checkpoints(storage: Storage, target: Uri, existing: There) -> None:
+def _refuse_checkpoints(storage: Storage, target: Uri, existing: ExistingTarget) -> None:
     if {CONTROL, MANIFEST} & set(existing.names):
         what = "that is a run, or a checkpoint of one: an export never overwrites it"
     elif _is_checkpoint(storage):
@@ -234,7 +242,7 @@ def _is_checkpoint(parent: Storage) -> bool:
         return False  # the directory above the target may be forbidden or missing
 
 
-def _reason(existing: There, ours: re.Pattern[str] | None) -> str | None:
+def _reason(existing: ExistingTarget, ours: re.Pattern[str] | None) -> str | None:
     """Return why an export must not replace what exists there; None if it may. Pure."""
     if existing.is_link:
         return "a symbolic link is there"
@@ -260,7 +268,7 @@ logger = logging.getLogger("ckptfs.tools")
 
 
 @dataclass(slots=True)
-class Landing:
+class ExportTarget:
     """A directory that an export is written into.
 
     Attributes:
@@ -285,14 +293,14 @@ class Landing:
 
 
 @contextlib.contextmanager
-def landing(
+def open_target(
     target: Uri,
     storage_options: Mapping[str, Any] | None,
     *,
     overwrite: bool,
     ours: re.Pattern[str],
     markers: Sequence[str],
-) -> Iterator[Landing]:
+) -> Iterator[ExportTarget]:
     """A directory to write into. It exists when the block is left without an exception.
 
     Args:
@@ -324,14 +332,14 @@ def landing(
 
 @contextlib.contextmanager
 def _beside(
-    storage: Storage, target: Uri, ours: re.Pattern[str], existing: There
-) -> Iterator[Landing]:
+    storage: Storage, target: Uri, ours: re.Pattern[str], existing: ExistingTarget
+) -> Iterator[ExportTarget]:
     name, unique = target.name, next(fresh_ids())
     partial, old = f".{name}.partial-{unique}", f".{name}.replaced-{unique}"
-    replaced: There | None = None
+    replaced: ExistingTarget | None = None
     storage.make_dir(partial)
     try:
-        yield Landing(storage, f"{partial}/")
+        yield ExportTarget(storage, f"{partial}/")
         storage.sync(partial)
         if existing.is_something:
             storage.rename(name, old)
@@ -349,7 +357,7 @@ def _beside(
         _remove(storage, old, replaced)
 
 
-def _looked_again(storage: Storage, target: Uri, old: str, ours: re.Pattern[str]) -> There:
+def _looked_again(storage: Storage, target: Uri, old: str, ours: re.Pattern[str]) -> ExistingTarget:
     """Return what was moved aside. StateError if it now has something that no export wrote."""
     replaced = look(storage, old)
     strange = strangers(replaced, ours)
@@ -363,7 +371,7 @@ def _looked_again(storage: Storage, target: Uri, old: str, ours: re.Pattern[str]
     return replaced
 
 
-def _remove(storage: Storage, old: str, replaced: There) -> None:
+def _remove(storage: Storage, old: str, replaced: ExistingTarget) -> None:
     """Remove the old export by the names seen before; files that appeared later stay."""
     try:
         storage.remove_many([f"{old}/{name}" for name in replaced.names])
@@ -381,10 +389,10 @@ def _exists(storage: Storage, key: str) -> bool:
 
 
 @dataclass(slots=True)
-class _InPlace(Landing):
+class _InPlace(ExportTarget):
     """An export that writes files under their final names, each by one PUT.
 
-    old: the names of the older export. markers: see ``landing``. removed_markers: the bytes of the old
+    old: the names of the older export. markers: see ``open_target``. removed_markers: the bytes of the old
     markers that were removed. before: the ETag of each old file when its replacement began.
     """
 
@@ -394,12 +402,12 @@ class _InPlace(Landing):
     before: dict[str, str | None] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
-        """As ``Landing.key``. Removes the old markers before the first data file is replaced."""
+        """As ``ExportTarget.key``. Removes the old markers before the first data file is replaced."""
         if name in self.old:
             if name not in self.markers:
                 self._take_markers()
             self.before[name] = _etag(self.storage, f"{self.prefix}{name}")
-        return Landing.key(self, name)
+        return ExportTarget.key(self, name)
 
     def _take_markers(self) -> None:
         for name in self.markers:
@@ -439,7 +447,7 @@ def _etag(storage: Storage, key: str) -> str | None:
 @contextlib.contextmanager
 def _in_place(
     storage: Storage, name: str, old_names: Sequence[str], markers: Sequence[str]
-) -> Iterator[Landing]:
+) -> Iterator[ExportTarget]:
     made = _InPlace(storage, f"{name}/", old=old_names, markers=markers)
     try:
         yield made
