@@ -17,10 +17,7 @@ from typing import Any
 
 import torch
 
-from ckptfs.dcp.planning.state_dicts import unmarked_key
-from ckptfs.errors import StateError
-from ckptfs.manager.rng import RngState
-from ckptfs.manager.saved_state import (
+from ckptfs.dcp.planning.saved_state import (
     NOT_LOADED,
     NOT_SAVED,
     Path,
@@ -31,6 +28,9 @@ from ckptfs.manager.saved_state import (
     key_of,
     put_at,
 )
+from ckptfs.dcp.planning.state_dicts import unmarked_key
+from ckptfs.errors import StateError
+from ckptfs.manager.rng import RngState
 from ckptfs.manager.state_dict import (
     PerRank,
     StoredObject,

@@ -43,6 +43,7 @@ from ckptfs.commit.paths import number_order
 from ckptfs.commit.session import RunSession
 from ckptfs.dcp.async_api import CopySize, size_of_tensors
 from ckptfs.dcp.loading import Loadable, load_into, read_metadata
+from ckptfs.dcp.planning.saved_state import Saved
 from ckptfs.dcp.planning.state_dicts import unmarked_key, view_for
 from ckptfs.errors import (
     CollectiveError,
@@ -79,7 +80,6 @@ from ckptfs.manager.restore_candidates import (
     judge,
     listed,
 )
-from ckptfs.manager.saved_state import Saved
 from ckptfs.manager.survey import Sight, leftovers, look, missing, share_of
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.inflight import log_fields

@@ -50,9 +50,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ckptfs import _torch
 from ckptfs._torch import is_flat
 from ckptfs.dcp.planning.leaves import Leaf
-from ckptfs.errors import StateError
-from ckptfs.manager.rng import RngState
-from ckptfs.manager.saved_state import (
+from ckptfs.dcp.planning.saved_state import (
     NOT_LOADED,
     NOT_SAVED,
     Path,
@@ -62,6 +60,8 @@ from ckptfs.manager.saved_state import (
     key_of,
     put_at,
 )
+from ckptfs.errors import StateError
+from ckptfs.manager.rng import RngState
 
 __all__ = [
     "FlatModule",

@@ -30,10 +30,10 @@ import ckptfs
 from ckptfs import _torch
 from ckptfs.dcp.metadata.metadata_reader import TorchInventory, decode_metadata
 from ckptfs.dcp.metadata.metadata_writer import encode_metadata
+from ckptfs.dcp.planning.saved_state import Saved
 from ckptfs.dcp.read.load_planner import LoadPlanner
 from ckptfs.dcp.tiling import fills
 from ckptfs.errors import CollectiveError, IncompleteCheckpointError, IntegrityError, ManifestError
-from ckptfs.manager.saved_state import Saved
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.contents import Box, TensorLeaf
 from ckptfs.tools.exporting import ExportFormat, export

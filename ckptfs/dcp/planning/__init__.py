@@ -13,4 +13,5 @@ Entry points:
     save_planner     the planner, for torch's own ``dcp.save`` too, and a rank's share of a save
     global_plan      the coordinator's decision, which ``metadata.metadata_writer`` describes
     leaves, state_dicts, columns    shared by saves, loads and the tools
+    saved_state      what a checkpoint holds below a path, and blanks to load it into
 """
