@@ -33,8 +33,14 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptfs.commit.catalog.catalog import Found, find, part_of, refuse_no_run
-from ckptfs.commit.catalog.unlogged import Unlogged, newer_unlogged, unlogged_at, unlogged_error
+from ckptfs.commit.catalog.catalog import Found, Sight, find, look_at_log, part_of, refuse_no_run
+from ckptfs.commit.catalog.unlogged import (
+    Unlogged,
+    leftovers,
+    newer_unlogged,
+    unlogged_at,
+    unlogged_error,
+)
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord
@@ -79,8 +85,9 @@ from ckptfs.manager.restore_candidates import (
     is_passed,
     judge,
     listed,
+    missing,
+    share_of,
 )
-from ckptfs.manager.survey import Sight, leftovers, look, missing, share_of
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.inflight import log_fields
 from ckptfs.uri import Uri
@@ -201,7 +208,7 @@ class Places:
             if not _looks(session):
                 return None
             try:
-                sight = drive(look(), session.storage)
+                sight = drive(look_at_log(), session.storage)
                 return self._with_unlogged(source, sight)
             except StorageError as error:
                 if len(self.sessions) == 1:

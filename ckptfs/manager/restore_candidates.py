@@ -11,21 +11,23 @@ skipping it silently would mean going back silently.
 
 All ranks together find out what is wrong with a checkpoint, and one error reports it:
 
-    every rank     Report: whether it finds the save, what is missing of its share
+    every rank     Report: whether it finds the save, what is ``missing`` of its ``share_of`` the files
     coordinator    judge(reports) -> None, or a Damage that names domain, node, ranks and shards
 """
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
 from ckptfs.commit.catalog.unlogged import Unlogged
+from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.log.entries import Kind, Part, Seal
 from ckptfs.commit.manifest import FileRecord, Manifest
+from ckptfs.commit.operations import List, Program, StatOf
 from ckptfs.commit.state import (
     Standing,
     Views,
@@ -49,10 +51,11 @@ from ckptfs.errors import (
     IncompleteCheckpointError,
     IntegrityError,
     ManifestError,
+    NotFoundError,
 )
 from ckptfs.manager.load_targets import Reshard
-from ckptfs.manager.survey import Missing
 from ckptfs.replication.backlog import origin_of
+from ckptfs.storage.base import Entry, Shape
 
 __all__ = [
     "Candidate",
@@ -61,6 +64,7 @@ __all__ = [
     "Damage",
     "Fallback",
     "Flaw",
+    "Missing",
     "PerRankPolicy",
     "Report",
     "RestoreRequest",
@@ -72,6 +76,8 @@ __all__ = [
     "is_forked",
     "is_passed",
     "judge",
+    "missing",
+    "share_of",
 ]
 
 _MOST = 8  # names in a message; the rest is counted
@@ -98,6 +104,14 @@ _ERRORS: dict[Flaw, type[CkptfsError]] = {
     Flaw.CHANGED: IntegrityError,
     Flaw.UNREADABLE: ManifestError,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """One file that is not as it was written: it is absent, or has another size."""
+
+    path: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,3 +454,54 @@ def ahead(choices: Sequence[Choice]) -> int | None:
 
     left = [n for n in fit if not any(is_passed(choices[n], choices[m]) for m in fit)]
     return max(left, key=lambda n: (choices[n].candidates[0].step, -n), default=None)
+
+
+# -- the files of a candidate -----------------------------------------------------------------------
+
+
+def share_of(files: Sequence[FileRecord], domain: str, number: int, size: int) -> list[FileRecord]:
+    """Return the part of a domain's files that one of its ``size`` ranks checks."""
+    here = sorted((f for f in files if f.domain in (None, domain)), key=lambda f: f.path)
+    return here[number::size]
+
+
+def missing(files: Sequence[FileRecord], home: str, shape: Shape) -> Program[tuple[Missing, ...]]:
+    """Return the files that are absent, or have another size.
+
+    On object stores this takes one listing per 1,000 files of a directory: an object is whole or
+    not there, and its size is checked when it is opened.
+    """
+    if shape is Shape.OBJECT:
+        return (yield from _not_listed(files, home))
+    found: tuple[Missing, ...] = ()
+    for record in files:
+        try:
+            size = (yield StatOf(file_key(record, home))).size_bytes
+        except NotFoundError:
+            found += (Missing(record.path, "is missing"),)
+            continue
+        if size != record.size_bytes:
+            why = f"has {size} bytes, {record.size_bytes} were written"
+            found += (Missing(record.path, why),)
+    return found
+
+
+def _not_listed(files: Sequence[FileRecord], home: str) -> Program[tuple[Missing, ...]]:
+    found: tuple[Missing, ...] = ()
+    for directory, records in _by_directory(files, home):
+        try:
+            entries: list[Entry] = yield List(directory)
+        except NotFoundError:
+            entries = []
+        names = {entry.name for entry in entries}
+        gone = [r for r in records if posixpath.basename(r.path) not in names]
+        found += tuple(Missing(r.path, "is missing") for r in gone)
+    return found
+
+
+def _by_directory(files: Sequence[FileRecord], home: str) -> Iterator[tuple[str, list[FileRecord]]]:
+    directories: dict[str, list[FileRecord]] = {}
+    for record in files:
+        directory = posixpath.dirname(file_key(record, home))
+        directories.setdefault(directory, []).append(record)
+    yield from directories.items()

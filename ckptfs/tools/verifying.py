@@ -32,7 +32,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptfs.commit.catalog.catalog import Found, list_live, live_of, opened_log, part_of
+from ckptfs.commit.catalog.catalog import (
+    Found,
+    list_live,
+    live_of,
+    look_at_log,
+    opened_log,
+    part_of,
+)
 from ckptfs.commit.catalog.unlogged import look_at_directory, unlogged_names
 from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.log.entries import Kind, PartRef, Seal
@@ -50,7 +57,6 @@ from ckptfs.errors import (
     StorageError,
     UriError,
 )
-from ckptfs.manager.survey import look
 from ckptfs.progress import SILENT, Meter
 from ckptfs.storage.base import Storage
 from ckptfs.tools.digesting import BadRange, Compared, DeepFile, Resumed, compare_files
@@ -189,7 +195,7 @@ def _found(aim: Aim, target: Uri) -> Aim:
 def _sight(storage: Storage) -> Aim:
     """Read the log and what is wrong with it; the result has no targets yet."""
     try:
-        sight = drive(look(), storage)
+        sight = drive(look_at_log(), storage)
     except ManifestError as error:
         return Aim(storage, {}, "", findings=(_of_log(storage, error.message),))
     state, domain = sight.state, sight.domain or ""

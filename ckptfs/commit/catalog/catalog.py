@@ -20,6 +20,7 @@ One process reads a run without talking to any other rank:
 No reader reads entries behind a gap. Before something is done that they could forbid:
 
     check_log(views)               whether readers see all of the log: no gap, and its domain is known
+    look_at_log()                  the log of this domain, and why it cannot be read to its end
     refuse_partial_log(look)       ManifestError if they do not
     refuse_newer(look)             ManifestError if a newer version wrote what this one does not know
 
@@ -90,6 +91,7 @@ __all__ = [
     "Found",
     "Look",
     "Origin",
+    "Sight",
     "check_log",
     "check_run_uri",
     "checkpoint_error",
@@ -99,6 +101,7 @@ __all__ = [
     "list_live",
     "live_of",
     "logged",
+    "look_at_log",
     "looking_at",
     "missing_files",
     "opened_log",
@@ -540,6 +543,36 @@ def _has_entries() -> Program[bool]:
         return False
     # The names of advisory entries continue after the number.
     return any(entry.name.partition(".")[0].isdecimal() for entry in entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What one process sees of a run.
+
+    Attributes:
+        domain: The id of its domain; None: no run was ever written here.
+        unread: Why the log cannot be read to its end; None: it was.
+        unlogged: What another program saved after the newest commit.
+    """
+
+    domain: str | None = None
+    state: LogState | None = None
+    unread: str | None = None
+    unlogged: tuple[str, ...] = ()
+
+
+def look_at_log() -> Program[Sight]:
+    """Fold this domain's log, and check that readers see all of it."""
+    view = yield from read_view()
+    checked = yield from check_log({} if view is None else dict([view]))
+    why = f"{LOG} has entries, and {CONTROL}/domain is missing" if checked.lost_domain else None
+    if checked.gap is not None:
+        lost, present = checked.gap.missing, checked.gap.there
+        why = f"entry {lost} is missing or cannot be seen, and entry {present} is there"
+    if view is None:
+        return Sight(unread=why)
+    domain, _ = view
+    return Sight(domain, checked.views[domain], why)
 
 
 def refuse_partial_log(look: Look) -> Program[None]:

@@ -1,6 +1,7 @@
 """Checkpoints that no log lists: copied here by ``cp -r``, or written by stock torch. Read-only.
 
     unlogged_names   directories of a run with a name that no live save of the log has
+    leftovers        directories that look like checkpoints, in a run that is restored from its beginning
     look_at_directory  one of them: a checkpoint, or what is wrong with it, or None if it is no checkpoint
     list_unlogged    all that can be loaded, the newest last
     newest           the latest checkpoint: of the log, otherwise of the unlogged ones
@@ -23,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickletools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -68,6 +69,7 @@ __all__ = [
     "check_unlogged",
     "data_paths",
     "is_overwritten",
+    "leftovers",
     "list_unlogged",
     "look_at_directory",
     "missing_data",
@@ -226,6 +228,41 @@ def unlogged_names(entries: Iterable[Entry], views: Views) -> list[str]:
     """
     known = {CONTROL, SHARED, *(seal.name for seal in list_live(views))}
     return sorted((e.name for e in entries if e.is_dir and e.name not in known), key=number_order)
+
+
+def leftovers(
+    step_of: Callable[[str], int | None], known: Collection[str], *, has_log: bool
+) -> Program[tuple[str, ...]]:
+    """Return the directories that look like checkpoints and are in no log.
+
+    A restore that finds nothing and starts at step 0 next to them loses the run (marin #8760: 8,000
+    steps). Therefore a directory counts if it has a manifest or `.metadata`. If no log was ever
+    written, a directory with the name of a step counts too, because checkpoints of other tools have
+    neither.
+    """
+    yield Refresh("")
+    try:
+        entries: list[Entry] = yield List("")
+    except NotFoundError:
+        return ()
+    found = []
+    for entry in entries:
+        if not entry.is_dir or entry.name in (CONTROL, SHARED) or entry.name in known:
+            continue
+        called = not has_log and step_of(entry.name) is not None
+        if called or (yield from _is_checkpoint(entry.name)):
+            found.append(entry.name)
+    return tuple(found)
+
+
+def _is_checkpoint(name: str) -> Program[bool]:
+    for inner in (MANIFEST, METADATA):
+        try:
+            yield StatOf(f"{name}/{inner}")
+        except NotFoundError:
+            continue
+        return True
+    return False
 
 
 def look_at_directory(name: str, views: Views, root: Uri) -> Program[Beside | None]:
