@@ -28,14 +28,9 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from ckptfs.commit.parts.tickets import SealedPart, Ticket, TicketPart
 from ckptfs.commit.session import Place
 from ckptfs.errors import StateError
+from ckptfs.integrations._support.step_driver import PartSaver, Saving, StepDriver, reading_part
 from ckptfs.manager.claimed_run import Pointer
-from ckptfs.manager.directory_manager import (
-    DirectoryManager,
-    PartSaver,
-    Saving,
-    StepDriver,
-    reading_part,
-)
+from ckptfs.manager.directory_manager import DirectoryManager
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 

@@ -13,7 +13,7 @@ import pytest
 
 import ckptfs
 from ckptfs.errors import StateError
-from ckptfs.manager.directory_manager import PartSaver
+from ckptfs.integrations._support.step_driver import PartSaver
 from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Mode, Store, story
 from tests.integrations.worker_group import WorkerGroup

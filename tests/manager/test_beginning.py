@@ -15,8 +15,8 @@ import ckptfs
 from ckptfs import CheckpointManager, CommitConflictError, Copy, DirectoryManager, Keep
 from ckptfs.commit.session import Place
 from ckptfs.control.control import Control
+from ckptfs.integrations._support.step_driver import StepDriver
 from ckptfs.manager.claimed_run import RunHandle, Where
-from ckptfs.manager.directory_manager import StepDriver
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.world import simulate
 

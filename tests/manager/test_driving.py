@@ -18,8 +18,8 @@ from ckptfs.commit.parts.tickets import SealedPart, Ticket
 from ckptfs.commit.session import Place
 from ckptfs.control.world import World
 from ckptfs.errors import CollectiveError, Failure, NotFoundError
-from ckptfs.manager import directory_manager
-from ckptfs.manager.directory_manager import PartSaver, StepDriver, reading_part
+from ckptfs.integrations._support import step_driver
+from ckptfs.integrations._support.step_driver import PartSaver, StepDriver, reading_part
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -170,7 +170,7 @@ def test_a_failure_of_one_rank_is_not_taken_for_a_missing_part(
     def met(*_: object) -> None:
         raise CollectiveError("find failed", failures={1: missing})
 
-    monkeypatch.setattr(directory_manager, "locate_directory", met)
+    monkeypatch.setattr(step_driver, "locate_directory", met)
     with (
         pytest.raises(CollectiveError, match="find failed") as caught,
         reading_part(tmp_path / "run/step_1", Place(), otherwise=lambda: True),

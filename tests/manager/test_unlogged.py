@@ -21,7 +21,7 @@ from ckptfs.commit.catalog.unlogged import _look, data_paths, newer_unlogged
 from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.operations import AtOnce, Program, drive
 from ckptfs.errors import NotFoundError
-from ckptfs.manager.directory_manager import StepDriver
+from ckptfs.integrations._support.step_driver import StepDriver
 from ckptfs.replication.copier import copy_to
 from ckptfs.storage.base import Shape
 from ckptfs.tools.findings import Damage

@@ -1,1 +1,1 @@
-"""What several frameworks' adapters share: checkpoints under given names, files, local roots."""
+"""What several frameworks' adapters share: names, files, local roots, steps of several groups."""
