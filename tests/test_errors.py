@@ -285,7 +285,7 @@ def test_a_word_that_is_no_choice_is_told_with_those_that_are(
 def test_a_word_that_is_no_choice_is_refused_by_its_parameter() -> None:
     """The error says which argument it was, and what it takes; of a value as long as one likes a part."""
     for module in (
-        "manager.options",
+        "manager.run_setup",
         "manager.restore_candidates",
         "dcp.incremental.reuse",
         "dcp.torch_hooks.storage_writer",

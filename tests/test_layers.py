@@ -183,11 +183,14 @@ PLANTED = {
     "a load compares with a base": ("dcp/loading.py", "import ckptfs.dcp.incremental.reuse"),
     "a save exports": ("dcp/saving.py", "import ckptfs.dcp.safetensors.exporter"),
     "a room without a place": ("attic.py", "import os"),
-    "a layer above takes the heartbeat": ("manager/options.py", "import ckptfs.control.heartbeat"),
+    "a layer above takes the heartbeat": (
+        "manager/run_setup.py",
+        "import ckptfs.control.heartbeat",
+    ),
     "a save probes by itself": ("dcp/saving.py", "import ckptfs.topology.storage_domains"),
     "the log knows a save": ("commit/log/fold.py", "import ckptfs.commit.save.spec"),
     "a decision asks what is settled": ("commit/decisions.py", "import ckptfs.commit.log.saves"),
-    "the manager seals": ("manager/options.py", "import ckptfs.commit.save.sealing"),
+    "the manager seals": ("manager/run_setup.py", "import ckptfs.commit.save.sealing"),
     "a deletion recovers": (
         "commit/delete/erase.py",
         "def lazy() -> None:\n    import ckptfs.commit.ownership.recovery",

@@ -37,8 +37,7 @@ from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import CkptfsError, CommitConflictError, StateError
 from ckptfs.events import SaveSkipped
 from ckptfs.integrations._support.local_root import LocalRoot, is_lead
-from ckptfs.manager.claimed_run import Pointer
-from ckptfs.manager.options import Template
+from ckptfs.manager.run_setup import Pointer, Template
 from ckptfs.uri import Uri
 
 __all__ = ["CkptfsEngine"]

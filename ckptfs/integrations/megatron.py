@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptfs.errors import CollectiveError, Failure
-from ckptfs.manager.claimed_run import Pointer
+from ckptfs.manager.run_setup import Pointer
 
 __all__ = ["ITERATIONS", "TRACKER", "TorchShards"]
 

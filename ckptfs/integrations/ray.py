@@ -48,7 +48,7 @@ from ckptfs.errors import CollectiveError, NotFoundError, StateError
 from ckptfs.events import Restored, SaveResult, SaveSkipped
 from ckptfs.manager.directory_manager import DirectoryManager, OpenedDirectory
 from ckptfs.manager.manager import CheckpointManager
-from ckptfs.manager.options import Template
+from ckptfs.manager.run_setup import Template
 from ckptfs.uri import Uri
 
 __all__ = ["RayCheckpoints", "RayDirectories", "experiment_uri", "storage"]

@@ -36,7 +36,7 @@ import ckptfs
 from ckptfs.commit.session import control_for
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import StateError
-from ckptfs.manager.options import Template
+from ckptfs.manager.run_setup import Template
 from ckptfs.uri import Uri
 
 __all__ = ["CheckpointManager", "CheckpointStorage", "checkpoint_manager"]

@@ -29,8 +29,8 @@ from ckptfs.commit.parts.tickets import SealedPart, Ticket, TicketPart
 from ckptfs.commit.session import Place
 from ckptfs.errors import StateError
 from ckptfs.integrations._support.step_driver import PartSaver, Saving, StepDriver, reading_part
-from ckptfs.manager.claimed_run import Pointer
 from ckptfs.manager.directory_manager import DirectoryManager
+from ckptfs.manager.run_setup import Pointer
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 

@@ -36,14 +36,23 @@ from ckptfs.commit.session import Place, RunSession
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import IncompleteCheckpointError
 from ckptfs.events import Restored, SaveBegan, SaveResult, SaveSkipped
-from ckptfs.manager.claimed_run import Pointer, RunHandle, Where
 from ckptfs.manager.listeners import Listener
-from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings, Template, metrics_of
 from ckptfs.manager.preemption import SignalName
 from ckptfs.manager.restore import Opened as Checked
 from ckptfs.manager.restore import Places, check
 from ckptfs.manager.restore_candidates import Candidate, Damage, Fallback, RestoreRequest, doubt_of
 from ckptfs.manager.run_manager import RunManager
+from ckptfs.manager.run_setup import (
+    IfSlow,
+    Names,
+    Pointer,
+    RunHandle,
+    SaveMode,
+    Settings,
+    Template,
+    Where,
+    metrics_of,
+)
 from ckptfs.manager.run_workers import FilesJob, RunWorkers, StartingPoint
 from ckptfs.manager.schedule import Rules
 from ckptfs.replication.tiers import copies_of, open_copies

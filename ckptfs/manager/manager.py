@@ -35,14 +35,22 @@ from ckptfs.dcp.read.load_planner import Allow
 from ckptfs.dcp.saving import WriteOptions
 from ckptfs.dcp.write.rank_files import WriteEngineName
 from ckptfs.events import Restored, SaveResult, SaveSkipped
-from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.listeners import Listener
 from ckptfs.manager.load_targets import Reshard
-from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings, Template, metrics_of
 from ckptfs.manager.preemption import SignalName
 from ckptfs.manager.restore import restore
 from ckptfs.manager.restore_candidates import Fallback, PerRankPolicy, RestoreRequest
 from ckptfs.manager.run_manager import RunManager
+from ckptfs.manager.run_setup import (
+    IfSlow,
+    Names,
+    RunHandle,
+    SaveMode,
+    Settings,
+    Template,
+    Where,
+    metrics_of,
+)
 from ckptfs.manager.run_workers import StartingPoint, StateJob
 from ckptfs.manager.schedule import Rules
 from ckptfs.manager.state_dict import Saveable, Untold, saveable

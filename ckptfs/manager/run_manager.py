@@ -50,10 +50,9 @@ from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.staging.buffers import HostBuffers
 from ckptfs.errors import CkptfsError, DeadlineError, NotFoundError
 from ckptfs.events import Event, SaveBegan, SaveResult, SaveSkipped
-from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.listeners import EventDispatcher
-from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings
 from ckptfs.manager.preemption import PreemptSignals, SignalName
+from ckptfs.manager.run_setup import IfSlow, Names, RunHandle, SaveMode, Settings, Where
 from ckptfs.manager.run_workers import Job, RunWorkers, StartingPoint
 from ckptfs.manager.schedule import Rules, Schedule
 from ckptfs.storage.base import Storage

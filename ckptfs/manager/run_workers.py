@@ -65,8 +65,7 @@ from ckptfs.dcp.staging.buffers import HostBuffers
 from ckptfs.dcp.worker import SaveWorker
 from ckptfs.errors import CkptfsError, CommitConflictError, DeadlineError
 from ckptfs.events import Counters, Event, SaveCommitted, SaveFailed, SaveResult, Written
-from ckptfs.manager.claimed_run import RunHandle
-from ckptfs.manager.options import Settings
+from ckptfs.manager.run_setup import RunHandle, Settings
 from ckptfs.replication.tiers import Copier, open_copies
 from ckptfs.retention.deletion import Retirer
 from ckptfs.uri import Uri

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptfs.commit.session import Place
-from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.manager import CheckpointManager
+from ckptfs.manager.run_setup import RunHandle, Where
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.object_store import ObjectStorage

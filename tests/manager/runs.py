@@ -19,9 +19,9 @@ from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import Control
 from ckptfs.dcp.saving import save_at
 from ckptfs.events import SaveResult
-from ckptfs.manager.options import Template
 from ckptfs.manager.restore import RestoreOutcome, restore
 from ckptfs.manager.restore_candidates import RestoreRequest
+from ckptfs.manager.run_setup import Template
 from ckptfs.manager.state_dict import saveable
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage

@@ -16,7 +16,7 @@ from ckptfs import CheckpointManager, CommitConflictError, Copy, DirectoryManage
 from ckptfs.commit.session import Place
 from ckptfs.control.control import Control
 from ckptfs.integrations._support.step_driver import StepDriver
-from ckptfs.manager.claimed_run import RunHandle, Where
+from ckptfs.manager.run_setup import RunHandle, Where
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.world import simulate
 

@@ -24,8 +24,8 @@ from ckptfs.commit.session import Place, start_session
 from ckptfs.control.control import Control
 from ckptfs.errors import AccessError
 from ckptfs.events import SaveFailed
-from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.directory_manager import DirectoryManager
+from ckptfs.manager.run_setup import RunHandle, Where
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.testing.memory_object_store import STORES, MemoryObjects

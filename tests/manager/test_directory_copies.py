@@ -18,8 +18,8 @@ from ckptfs.control.control import Control
 from ckptfs.errors import CommitConflictError, IncompleteCheckpointError, StateError
 from ckptfs.events import CopyCommitted, CopyFailed, Event, Restored
 from ckptfs.integrations._support.step_driver import PartSaver, StepDriver, reading_part
-from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.directory_manager import DirectoryManager
+from ckptfs.manager.run_setup import RunHandle, Where
 from ckptfs.replication.copier import gather
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.memory_object_store import STORES

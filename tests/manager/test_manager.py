@@ -19,8 +19,8 @@ from ckptfs.commit.session import Place
 from ckptfs.commit.state import catalog
 from ckptfs.control.control import Control
 from ckptfs.events import Counters
-from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.manager import CheckpointManager
+from ckptfs.manager.run_setup import RunHandle, Where
 from ckptfs.manager.run_workers import Saver
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan

@@ -20,8 +20,8 @@ import ckptfs
 from ckptfs.commit.session import Place
 from ckptfs.control.control import Control, SoloControl
 from ckptfs.events import Event, SaveCommitted, SaveFailed, SaveSkipped
-from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.manager import CheckpointManager
+from ckptfs.manager.run_setup import RunHandle, Where
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Hold, Plan
 from ckptfs.testing.world import simulate

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfs.errors import StateError
-from ckptfs.manager.options import Template
+from ckptfs.manager.run_setup import Template
 
 # What people put around the step, with everything that a regular expression would take for itself.
 AROUND = st.text(alphabet="abcXYZ-_ .*+?()[]^$|#é", max_size=8).filter(

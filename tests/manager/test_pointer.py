@@ -9,7 +9,7 @@ import pytest
 import ckptfs
 from ckptfs.commit.session import Place
 from ckptfs.errors import NoSpaceError, StateError
-from ckptfs.manager.claimed_run import Pointer, RunHandle, Where
+from ckptfs.manager.run_setup import Pointer, RunHandle, Where
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.uri import Uri

@@ -13,9 +13,9 @@ from ckptfs.commit.session import Place, open_session
 from ckptfs.control.control import SoloControl
 from ckptfs.control.world import World
 from ckptfs.errors import CkptfsError, IncompleteCheckpointError, NotFoundError, StateError
-from ckptfs.manager.options import Template
 from ckptfs.manager.restore import RestoreOutcome, restore
 from ckptfs.manager.restore_candidates import Fallback, RestoreRequest
+from ckptfs.manager.run_setup import Template
 from ckptfs.uri import Uri
 
 PARTS = ["actor", "critic"]

@@ -22,7 +22,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.log.saves import Saves
 from ckptfs.commit.state import catalog
 from ckptfs.errors import StateError
-from ckptfs.manager.options import Names, Template
+from ckptfs.manager.run_setup import Names, Template
 from ckptfs.retention.policy import (
     Best,
     Keep,

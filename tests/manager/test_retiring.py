@@ -26,7 +26,7 @@ from ckptfs.commit.paths import LOG
 from ckptfs.commit.session import RunSession
 from ckptfs.errors import NoSpaceError, NotFoundError
 from ckptfs.events import Counters, Deleted, DeleteFailed, Event, Retained
-from ckptfs.manager.options import Template
+from ckptfs.manager.run_setup import Template
 from ckptfs.retention.deletion import Retirer
 from ckptfs.retention.policy import Keep
 from ckptfs.storage.local import LocalStorage

@@ -116,9 +116,9 @@ def save_state(uri: str, step: int, state: Any) -> None:
 def restore_state(uri: str, state: Any, **request: Any) -> Any:
     """What a restore tells: step and skipped, or the error."""
     from ckptfs.errors import CkptfsError
-    from ckptfs.manager.options import Template
     from ckptfs.manager.restore import restore
     from ckptfs.manager.restore_candidates import RestoreRequest
+    from ckptfs.manager.run_setup import Template
 
     asked = RestoreRequest(step_of=Template("step_{N}").step_of, **request)
     with session_at(uri, write=False) as session:

@@ -16,8 +16,8 @@ import torch
 
 from ckptfs.commit.session import Place
 from ckptfs.control.control import open_control
-from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.manager import CheckpointManager
+from ckptfs.manager.run_setup import RunHandle, Where
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Action, FaultyStorage, Plan, parse_faults
 from ckptfs.testing.nodes import this_node

@@ -61,8 +61,8 @@ from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.errors import AlreadyExistsError, CkptfsError, DeadlineError, NotFoundError, StateError
 from ckptfs.events import SaveResult
-from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.run_manager import PendingSaves
+from ckptfs.manager.run_setup import RunHandle, Where
 from ckptfs.retention.deletion import Retirer
 from ckptfs.retention.policy import Keep
 from ckptfs.storage.registry import open_storage

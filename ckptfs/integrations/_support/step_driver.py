@@ -43,9 +43,9 @@ from ckptfs.control.control import Control, SoloControl
 from ckptfs.control.framework_collectives import meeting_at_barriers
 from ckptfs.dcp.worker import SaveWorker
 from ckptfs.errors import CollectiveError, NotFoundError
-from ckptfs.manager.claimed_run import RunHandle, Where
 from ckptfs.manager.directory_manager import DirectoryManager, OpenedDirectory
 from ckptfs.manager.restore_candidates import RestoreRequest
+from ckptfs.manager.run_setup import RunHandle, Where
 from ckptfs.uri import Uri
 
 __all__ = ["PartSaver", "Saving", "StepDriver", "reading_part"]
