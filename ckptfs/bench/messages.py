@@ -1,7 +1,8 @@
 """The messages between the process that starts a benchmark and its ranks. Pure.
 
-    ``Asked(targets, workloads, engines, rounds, ...)``     encode_asked -> text -> decode_asked
-    ``Told``: a workload, target, engine, sample, note or progress      a line of JSON each
+    ``Asked(targets, workloads, engines, rounds, ...)``             to each rank
+    ``StoreAt(port)``                                               from rank 0, and to the others
+    ``Told``: a workload, target, engine, sample, note or progress  from rank 0
     ``Gathered.take(told)``  ...  ``Gathered.result(...)``              -> Result
 
 A request holds storage options, which may contain secrets. It goes through a pipe to our own processes
@@ -10,7 +11,6 @@ and is stored nowhere. ``settings_of`` returns the part of it that a result may 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -25,13 +25,10 @@ __all__ = [
     "Gathered",
     "LoopShape",
     "Progress",
+    "StoreAt",
     "TargetAsked",
     "Told",
     "WorkloadAsked",
-    "decode_asked",
-    "decode_told",
-    "encode_asked",
-    "encode_told",
     "settings_of",
 ]
 
@@ -138,28 +135,6 @@ class Asked:
     within_s: float | None = None
 
 
-def encode_asked(asked: Asked) -> str:
-    """Return one line of JSON.
-
-    Args:
-        asked: The request.
-
-    Raises:
-        TypeError: A storage option has a type that JSON does not have.
-    """
-    return json.dumps(asdict(asked))
-
-
-def decode_asked(text: str) -> Asked:
-    """Return the request that ``encode_asked`` encoded as ``text``."""
-    record = json.loads(text)
-    targets = tuple(TargetAsked(**one) for one in record.pop("targets"))
-    workloads = tuple(WorkloadAsked(**one) for one in record.pop("workloads"))
-    engines, loop = tuple(record.pop("engines")), LoopShape(**record.pop("loop"))
-    phases = tuple(record.pop("phases"))
-    return Asked(targets, workloads, engines, loop=loop, phases=phases, **record)
-
-
 def settings_of(asked: Asked) -> dict[str, Any]:
     """Return the settings of ``asked`` that change the numbers; no places, no values of options."""
     found: dict[str, Any] = {
@@ -178,6 +153,17 @@ def settings_of(asked: Asked) -> dict[str, Any]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class StoreAt:
+    """Where the ranks meet.
+
+    Attributes:
+        port: The port of the store that rank 0 hosts.
+    """
+
+    port: int
+
+
 # -- findings --------------------------------------------------------------------------------------
 
 
@@ -193,24 +179,6 @@ class Progress:
 
 
 Told = Workload | Target | Engine | Sample | Progress | str  # str: a note
-_KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (Workload, Target, Engine, Sample, Progress)
-}
-
-
-def encode_told(told: Told) -> str:
-    """Return ``told`` as one line of JSON."""
-    if isinstance(told, str):
-        return json.dumps({"kind": "note", "text": told})
-    return json.dumps({"kind": type(told).__name__, "value": asdict(told)})
-
-
-def decode_told(record: Mapping[str, Any]) -> Told:
-    """Return the message that ``encode_told`` encoded as ``record``."""
-    if record["kind"] == "note":
-        return str(record["text"])
-    found: Told = _KINDS[record["kind"]](**record["value"])
-    return found
 
 
 @dataclass

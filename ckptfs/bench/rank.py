@@ -1,24 +1,25 @@
 """One rank of a benchmark: its group, and the program that ``run`` starts for it.
 
-    in    {"rank", "ranks", "port", "line", "asked"}      port null: this rank hosts the store
-    out   {"port"}  {"kind", ...} of messages  {"done"} or {"failed"}       only rank 0 sends findings
+    receives    Asked, then StoreAt, unless this is rank 0
+    sends       StoreAt and what it finds, if this is rank 0; the CkptfsError that it failed with
 
-Standard input stays open as long as the process that started this one lives. When it closes, this
-process ends.
+Its argument is the descriptor of its connection to the process that started it, which stays open as long
+as that process lives. When it closes, this process ends.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import sys
 import threading
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
 
-from ckptfs.bench.messages import decode_asked, encode_told
+from ckptfs.bench.messages import StoreAt
 from ckptfs.errors import CkptfsError
 from ckptfs.uri import mask_credentials
 
@@ -85,50 +86,40 @@ def joined_group(rank: int = -1, ranks: int = -1, store: Any = None) -> TorchGro
 
 
 def main() -> None:
-    """Measure as standard input orders. Ends the process."""
-    orders = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    line = os.fdopen(orders["line"], "w", buffering=1)
-
-    def tell(text: str) -> None:
-        line.write(text + "\n")
-        line.flush()
-
+    """Measure what the process that started this one asks for. Ends the process."""
+    connection = Connection(int(sys.argv[1]))
     try:
-        _measure(orders, tell)
+        _measure(connection)
     except CkptfsError as error:
-        tell(json.dumps({"failed": failed_document(error)}))
+        connection.send(_masked(error))
         os._exit(1)  # threads of libraries may still wait for dead ranks
-    tell(json.dumps({"done": True}))
-    line.close()
     os._exit(0)
 
 
-def _measure(orders: dict[str, Any], tell: Any) -> None:
-    # Imported here, so that the import of torch is not paid before the orders are read.
+def _measure(connection: Connection) -> None:
     from ckptfs.bench.measure import measure_ranks
 
-    store = hosted_store(orders["port"])
-    if orders["port"] is None:
-        tell(json.dumps({"port": store.port}))
-    group = joined_group(orders["rank"], orders["ranks"], store)
-    measure_ranks(decode_asked(orders["asked"]), group, lambda report: tell(encode_told(report)))
+    asked, rank = connection.recv(), int(os.environ["RANK"])
+    if rank == 0:
+        store = hosted_store(None)
+        connection.send(StoreAt(store.port))
+    else:
+        store = hosted_store(connection.recv().port)
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    group = joined_group(rank, asked.ranks, store)
+    measure_ranks(asked, group, connection.send)
     group.barrier()
 
 
-def failed_document(error: CkptfsError) -> dict[str, Any]:
-    """Return the error as JSON values, without credentials."""
-    return {
-        "type": type(error).__name__,
-        "message": mask_credentials(error.message),
-        "uri": error.uri,
-        "hint": error.hint and mask_credentials(error.hint),
-        "rank": error.rank,
-    }
+def _masked(error: CkptfsError) -> CkptfsError:
+    error.message = mask_credentials(error.message)
+    error.hint = error.hint and mask_credentials(error.hint)
+    return error
 
 
-def _end_with_parent() -> None:
-    sys.stdin.read()
+def _end_with_parent(connection: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv()  # nothing more is sent
     os._exit(1)
 
 

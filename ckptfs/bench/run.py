@@ -6,15 +6,16 @@ Without torchrun this process starts the ranks as processes of this machine. It 
 it removes what the ranks wrote, also after an error, Ctrl-C, SIGTERM or SIGHUP. If this process itself
 gets a SIGKILL, one name stays at each target, ``ckptfs-bench-...``.
 
-Rank 0 hosts a store and sends its port; then the other ranks are started with that port. Findings come
-from rank 0 through a pipe, until it says "done". A rank that fails ends all ranks. Requests contain
-storage options, so they go through standard input, never on a command line or in a file.
+Rank 0 hosts a store and sends its port, which the other ranks get. Each rank has one connection to
+this process: it receives the request, and rank 0 sends what it finds. A rank that fails ends all ranks, and
+a rank ends when its connection closes. Requests contain storage options, so they are never on a command
+line, in a file or in the environment.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
 import queue
 import signal
@@ -26,11 +27,11 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import ckptfs
-from ckptfs import errors
 from ckptfs.bench.analysis import rows_of
 from ckptfs.bench.engines import choose
 from ckptfs.bench.machine import available_memory_bytes, describe, versions
@@ -38,10 +39,9 @@ from ckptfs.bench.messages import (
     Asked,
     Gathered,
     Progress,
+    StoreAt,
     TargetAsked,
     Told,
-    decode_told,
-    encode_asked,
     settings_of,
 )
 from ckptfs.bench.results import Result, phase_text
@@ -67,53 +67,51 @@ class _Ranks:
     """The processes of the ranks, and one queue for all their messages."""
 
     scratch: Path
-    messages: queue.SimpleQueue[dict[str, Any] | _Ended] = field(default_factory=queue.SimpleQueue)
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    messages: queue.SimpleQueue[StoreAt | Told | CkptfsError | _Ended] = field(
+        default_factory=queue.SimpleQueue
+    )
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    connections: list[Connection] = field(default_factory=list)
 
-    def start(self, rank: int, request: Asked, port: int | None) -> None:
-        reading, writing = os.pipe()
-        with open(self._log(rank), "w", encoding="utf-8") as log:
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "ckptfs.bench.rank"],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    env=self._environment(rank, request.ranks),
-                    pass_fds=(writing,),
-                    text=True,
-                    # A terminal's Ctrl-C must reach only this process, which then ends the ranks.
-                    start_new_session=True,
-                )
-            finally:
-                os.close(writing)
+    def start(self, rank: int, request: Asked) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        with open(self._log(rank), "w", encoding="utf-8") as log, theirs:
+            process = subprocess.Popen(  # noqa: S603 - this interpreter, and a number
+                [sys.executable, "-P", "-m", "ckptfs.bench.rank", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(rank, request.ranks),
+                pass_fds=(theirs.fileno(),),
+                # A terminal's Ctrl-C must reach only this process, which then ends the ranks.
+                start_new_session=True,
+            )
         self.processes.append(process)
-        self._watch(rank, process, os.fdopen(reading, encoding="utf-8"))
-        orders = {"rank": rank, "ranks": request.ranks, "port": port, "line": writing}
-        assert process.stdin is not None  # noqa: S101 - it is a pipe
-        with contextlib.suppress(BrokenPipeError):  # it died at once, which the watcher reports
-            process.stdin.write(json.dumps(orders | {"asked": encode_asked(request)}) + "\n")
-            process.stdin.flush()
+        self.connections.append(ours)
+        self._watch(rank, process, ours)
+        self.send(rank, request)
+
+    def send(self, rank: int, message: Asked | StoreAt) -> None:
+        with contextlib.suppress(OSError):  # it is dead, which its thread reports
+            self.connections[rank].send(message)
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.wait()
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
 
     def last_words(self, rank: int) -> str:
         with contextlib.suppress(OSError):
             return mask_credentials(self._log(rank).read_text(errors="replace")[-_TAIL:]).strip()
         return ""
 
-    def _watch(self, rank: int, process: subprocess.Popen[str], line: IO[str]) -> None:
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], ours: Connection) -> None:
         def listen() -> None:
-            with line:
-                for text in line:
-                    self.messages.put(json.loads(text))
+            # An OSError: it died in the middle of a message, or without having read one of ours.
+            with ours, contextlib.suppress(EOFError, OSError):
+                while True:
+                    self.messages.put(ours.recv())
             self.messages.put(_Ended(rank, process.wait()))
 
         threading.Thread(target=listen, name=f"bench-rank-{rank}", daemon=True).start()
@@ -152,7 +150,8 @@ def run_ranks(asked: Asked, scratch: str, take: Callable[[Told], None]) -> None:
         CkptfsError: The error that they failed with.
     """
     with _started(Path(scratch)) as ranks:
-        ranks.start(0, asked, None)
+        for rank in range(asked.ranks):
+            ranks.start(rank, asked)
         left = asked.ranks
         while left:
             message = ranks.messages.get()
@@ -160,13 +159,13 @@ def run_ranks(asked: Asked, scratch: str, take: Callable[[Told], None]) -> None:
                 if message.code:
                     raise _died(ranks, message)
                 left -= 1
-            elif "failed" in message:
-                raise _error(message["failed"])
-            elif "port" in message:
+            elif isinstance(message, CkptfsError):
+                raise message
+            elif isinstance(message, StoreAt):
                 for rank in range(1, asked.ranks):
-                    ranks.start(rank, asked, message["port"])
-            elif "kind" in message:
-                take(decode_told(message))
+                    ranks.send(rank, message)
+            else:
+                take(message)
 
 
 @contextlib.contextmanager
@@ -186,17 +185,6 @@ def _died(ranks: _Ranks, ended: _Ended) -> CkptfsError:
         + (f":\n{last_words}" if last_words else ""),
         rank=ended.rank,
     )
-
-
-def _error(record: dict[str, Any]) -> CkptfsError:
-    kind = getattr(errors, record["type"], CkptfsError)
-    try:
-        found = kind(record["message"], uri=record["uri"], hint=record["hint"], rank=record["rank"])
-    except TypeError:  # a class with more arguments, such as CollectiveError
-        found = CkptfsError(
-            f"{record['type']}: {record['message']}", uri=record["uri"], hint=record["hint"]
-        )
-    return found if isinstance(found, CkptfsError) else CkptfsError(record["message"])
 
 
 PACKAGES = ("ckptfs", "torch", "numpy", "xxhash", "fsspec")

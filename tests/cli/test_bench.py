@@ -26,6 +26,7 @@ from tests.bench.made import made_result
 from tests.cli.conftest import Cli
 from tests.lab.server import Server
 from tests.multiprocess.harness import Rank, torchrun
+from tests.multiprocess.store_keys import until
 
 TINY = ("--params", "20K", "--rounds", "1")
 LOADS = {"load_warm", "load_cold"}
@@ -187,6 +188,29 @@ def test_interrupted_it_leaves_nothing(sent: signal.Signals, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [scratch]
     assert list(scratch.iterdir()) == []
     assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """A SIGKILL leaves it no time to end them: each ends by itself, also one that waits for another."""
+    ranks: list[int] = []
+    with started(tmp_path / "run", "--size", "1MB", "--rounds", "5000", "--ranks", "2") as process:
+        try:
+            assert process.stderr is not None
+            assert any("round 1 of 5000" in line for line in process.stderr)
+            ranks = _children(process.pid)
+            first, second = ranks
+            os.kill(first, signal.SIGSTOP)
+            process.kill()
+            until(lambda: not _lives(second), "the end of the rank that waits")
+            os.kill(first, signal.SIGCONT)
+            until(lambda: not _lives(first), "the end of the other")
+        finally:
+            for rank in filter(_lives, ranks):
+                os.kill(rank, signal.SIGKILL)
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def _children(pid: int) -> list[int]:
