@@ -1,4 +1,4 @@
-"""How each row is measured: who takes part, with what, where. One function a row, one Result each.
+"""How each row is measured: who takes part, with what, where. One Result each.
 
 ckptfs.bench does the measuring; what it is asked stands here. A row whose peers are not installed is
 measured without them, and a note of the result says so.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,31 +50,65 @@ class Sizes:
     ranks: tuple[int, ...] = (4, 16, 32)
 
 
-def _files(
-    sizes: Sizes,
-    engines: tuple[str, ...],
-    *phases: Phase,
-    kind: str = "llm",
-    at: Path | None = None,
-) -> Result:
-    """Everybody in turn on a directory, in one process of its own."""
-    size_bytes = sizes.small * SMALL_BYTES if kind in NO_MODELS else sizes.size_bytes
-    wanted = [one for one in engines if not sizes.only or one in sizes.only]
-    there = tuple(one for one in wanted if find_spec(_module(one)))
-    asked = Asked(
-        (target_asked(at or sizes.directory),),
-        (WorkloadAsked(kind, size_bytes=size_bytes),),
-        engines=there,
-        rounds=sizes.pairs,
-        phases=phases,
-    )
-    with _threads_of_a_plain_process():
-        found = measure(asked, progress=say)
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Everybody in turn on a directory: in one process of its own, or in ``ranks`` over which the state is sharded."""
+
+    engines: tuple[str, ...]
+    phases: tuple[Phase, ...]
+    kind: str = "llm"
+    in_memory: bool = False
+    ranks: int = 1
+
+    def __call__(self, sizes: Sizes) -> Result:
+        """Measure. Ranks have one thread each, as torchrun has it."""
+        size_bytes = sizes.small * SMALL_BYTES if self.kind in NO_MODELS else sizes.size_bytes
+        wanted = [one for one in self.engines if not sizes.only or one in sizes.only]
+        there = tuple(one for one in wanted if find_spec(_module(one)))
+        asked = Asked(
+            (target_asked(sizes.memory if self.in_memory else sizes.directory),),
+            (WorkloadAsked(self.kind, size_bytes=size_bytes),),
+            engines=there,
+            rounds=sizes.pairs,
+            ranks=self.ranks,
+            phases=self.phases,
+        )
+        with _threads_of_a_plain_process() if self.ranks == 1 else nullcontext():
+            found = _measured(asked)
+        missing = [f"{one} took no part: it is not installed" for one in wanted if one not in there]
+        named = telling.placed(found, "tmpfs" if self.in_memory else "directory")
+        return telling.joined([named], what=found.what, command="", note="; ".join(missing))
+
+
+@dataclass(frozen=True, slots=True)
+class AtServer:
+    """Everybody in turn at a server that is started for it; at most ``most_bytes``, one process.
+
+    delay_s: how long a proxy holds each request.
+    """
+
+    server: str
+    engines: tuple[str, ...] = (OURS, "dcp", "s3torchconnector", "raw")
+    most_bytes: int = MOST_ON_S3
+    options: Mapping[str, Any] = field(default_factory=dict)
+    delay_s: float = 0.0
+
+    def __call__(self, sizes: Sizes) -> Result:
+        """Measure."""
+        from benchmarks.object_store import at_server
+
+        engines = [one for one in self.engines if not sizes.only or one in sizes.only]
+        state = {"llm": min(sizes.size_bytes, self.most_bytes)}
+        with _threads_of_a_plain_process():
+            return at_server(
+                self.server, state, engines, sizes.pairs, self.options, delay_s=self.delay_s
+            )
+
+
+def _measured(asked: Asked) -> Result:
+    found = measure(asked, progress=say)
     assert found is not None, "torchrun has no part in this"
-    missing = [f"{one} took no part: it is not installed" for one in wanted if one not in there]
-    place = "tmpfs" if at else "directory"
-    named = telling.placed(found, place)
-    return telling.joined([named], what=found.what, command="", note="; ".join(missing))
+    return found
 
 
 def _module(engine: str) -> str:
@@ -99,36 +133,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def durable(sizes: Sizes) -> Result:
-    """A save that survives a power cut."""
-    return _files(sizes, (OURS, "raw:direct", *PEERS), "save")
-
-
-def tmpfs(sizes: Sizes) -> Result:
-    """Saves where there is no disk: what remains is CPU and the kernel's copy."""
-    return _files(sizes, (OURS, *DCP), "save", at=sizes.memory)
-
-
-def hot(sizes: Sizes) -> Result:
-    """Loads of files that are in the page cache."""
-    return _files(sizes, (OURS, "raw:buffered", "dcp"), "load_warm")
-
-
-def cold(sizes: Sizes) -> Result:
-    """Loads of files that are not."""
-    return _files(sizes, (OURS, "raw:direct", "raw:buffered", *DCP), "load_cold")
-
-
-def small(sizes: Sizes) -> Result:
-    """Many small tensors."""
-    return _files(sizes, (OURS, "safetensors", "dcp"), "save", "load_warm", kind="many")
-
-
-def shapes(sizes: Sizes) -> Result:
-    """Small tensors, no two of one shape."""
-    return _files(sizes, (OURS, "safetensors", "dcp"), "save", "load_warm", kind="shapes")
-
-
 def stall(sizes: Sizes) -> Result:
     """How long an asynchronous save holds the training."""
     from benchmarks import async_stall
@@ -144,42 +148,6 @@ def planner(sizes: Sizes) -> Result:
     from benchmarks.planner import measured
 
     return measured(sizes.worlds, sizes.tensors, sizes.pairs, say=say)
-
-
-def s3(sizes: Sizes) -> Result:
-    """Loopback, without TLS: what a client costs."""
-    return _at_sink("sink", sizes)
-
-
-def s3_unsigned(sizes: Sizes) -> Result:
-    """The same, and nobody hashes what is sent: as s3torchconnector always does."""
-    return _at_sink("sink", sizes, UNSIGNED)
-
-
-def tls(sizes: Sizes) -> Result:
-    """The same with TLS."""
-    return _at_sink("sink-tls", sizes)
-
-
-def _at_sink(name: str, sizes: Sizes, options: Mapping[str, Any] | None = None) -> Result:
-    from benchmarks.object_store import at_server
-
-    wanted = (OURS, "dcp", "s3torchconnector", "raw")
-    engines = [one for one in wanted if not sizes.only or one in sizes.only]
-    size_bytes = min(sizes.size_bytes, MOST_ON_S3)  # the sink keeps it in memory, on the same cores
-    with _threads_of_a_plain_process():
-        return at_server(name, {"llm": size_bytes}, engines, sizes.pairs, options or {})
-
-
-def latency(sizes: Sizes) -> Result:
-    """A small state over a slow network: what is counted are the requests that wait for each other."""
-    from benchmarks.object_store import at_server
-
-    engines = [one for one in (OURS, "dcp") if not sizes.only or one in sizes.only]
-    with _threads_of_a_plain_process():
-        return at_server(
-            "moto", {"llm": MOST_OVER_LATENCY}, engines, sizes.pairs, delay_s=LATENCY_S
-        )
 
 
 def memory(sizes: Sizes) -> Result:
@@ -201,36 +169,11 @@ def memory(sizes: Sizes) -> Result:
                 phases=("save", "load_warm", "load_cold"),
                 memory_from="start",
             )
-            found = measure(asked, progress=say)
-            assert found is not None, "torchrun has no part in this"
+            found = _measured(asked)
             samples = tuple(replace(one, round=pair) for one in found.samples)
             parts.append(telling.placed(replace(found, samples=samples), "directory"))
     note = "every sample is a process of its own; its seconds are those of a first call"
     return telling.joined(parts, what="", command="", note=note)
-
-
-def ranks2(sizes: Sizes) -> Result:
-    """Two ranks, tensors sharded over them."""
-    return _ranks(2, sizes)
-
-
-def ranks4(sizes: Sizes) -> Result:
-    """Four."""
-    return _ranks(4, sizes)
-
-
-def _ranks(count: int, sizes: Sizes) -> Result:
-    """Each rank has one thread, as torchrun has it."""
-    asked = Asked(
-        (target_asked(sizes.directory),),
-        (WorkloadAsked("llm", size_bytes=sizes.size_bytes),),
-        engines=(OURS, *DCP, "safetensors", "raw"),
-        rounds=sizes.pairs,
-        ranks=count,
-    )
-    found = measure(asked, progress=say)
-    assert found is not None, "torchrun has no part in this"
-    return telling.placed(found, "directory")
 
 
 def fixed(sizes: Sizes) -> Result:
@@ -261,22 +204,30 @@ def nfs(sizes: Sizes) -> Result:
     return telling.placed(decode_result(text, path), "nfs")
 
 
+BOTH: tuple[Phase, ...] = ("save", "load_warm")
+SHARDED: tuple[Phase, ...] = (*BOTH, "load_cold")
+SMALL = (OURS, "safetensors", "dcp")
+RANKS = (OURS, *DCP, "safetensors", "raw")
 ROWS: Mapping[str, Callable[[Sizes], Result]] = {
-    "durable": durable,
-    "tmpfs": tmpfs,
-    "hot": hot,
-    "cold": cold,
-    "small": small,
-    "shapes": shapes,
+    "durable": Files((OURS, "raw:direct", *PEERS), ("save",)),
+    # Where there is no disk: what remains is CPU and the kernel's copy.
+    "tmpfs": Files((OURS, *DCP), ("save",), in_memory=True),
+    "hot": Files((OURS, "raw:buffered", "dcp"), ("load_warm",)),
+    "cold": Files((OURS, "raw:direct", "raw:buffered", *DCP), ("load_cold",)),
+    "small": Files(SMALL, BOTH, kind="many"),
+    "shapes": Files(SMALL, BOTH, kind="shapes"),
     "stall": stall,
     "planner": planner,
-    "s3": s3,
-    "s3-unsigned": s3_unsigned,
-    "tls": tls,
-    "latency": latency,
+    # Loopback, without TLS: what a client costs. The sink keeps it in memory, on the same cores.
+    "s3": AtServer("sink"),
+    # The same, and nobody hashes what is sent: as s3torchconnector always does.
+    "s3-unsigned": AtServer("sink", options=UNSIGNED),
+    "tls": AtServer("sink-tls"),
+    # A small state over a slow network: what is counted are the requests that wait for each other.
+    "latency": AtServer("moto", (OURS, "dcp"), most_bytes=MOST_OVER_LATENCY, delay_s=LATENCY_S),
     "memory": memory,
-    "ranks2": ranks2,
-    "ranks4": ranks4,
+    "ranks2": Files(RANKS, SHARDED, ranks=2),
+    "ranks4": Files(RANKS, SHARDED, ranks=4),
     "fixed": fixed,
     "nfs": nfs,
 }
