@@ -1,47 +1,52 @@
 """What a copy and an export of a checkpoint cost, beside ``cp -r`` and safetensors' own writer.
 
-python -m benchmarks.copying [--size 2GB] [--pairs 5] [--dir DIR] [--old TREE] [--record]
+    python -m benchmarks.floors copy
 
-cp       cp -r of the checkpoint, then an fsync of every file
-copy     ckptfs.replication.copier.copy_to, which ckptfs cp calls
-export   ckptfs.tools.exporting.export to safetensors
-st       safetensors.torch.save_file of the same tensors from memory, then an fsync
---old    copy and export of another working tree, too: old-copy, old-export
+cp             cp -r of the checkpoint, then an fsync of every file
+copy           ckptfs.replication.copier.copy_to, which ckptfs cp calls
+export         ckptfs.tools.exporting.export to safetensors
+safetensors    safetensors.torch.save_file of the same tensors from memory, then an fsync
 
-All take turns, in another order each round, each in a process of its own that counts after its imports; the source is
-once in the page cache ("warm") and once not ("cold"). What was written is compared with the source: bytes of
-copies, tensors of exports.
+All take turns, another one first each round, each in a process of its own that counts after its imports; the
+source is once in the page cache and once not. What was written is compared with the source: bytes of copies,
+tensors of exports.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 
 import ckptfs
-from ckptfs.dcp.sizes import parse_size
+from benchmarks import telling
+from ckptfs.bench.machine import filesystem
+from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
 
-RESULTS = Path(__file__).parent / "results" / f"copying-{datetime.now(UTC):%Y-%m-%d}.json"
 TENSORS = 16
-GOALS = {"copy": 1.5, "export": 2.0}  # of the time of cp
+PLACE = "directory"
+PACKAGES = ("ckptfs", "torch", "numpy", "xxhash", "safetensors")
+# What is durable when it returns, and what it verifies of its source.
+WAYS = {
+    "cp": ("every file and directory, fsynced by the benchmark", "nothing"),
+    "copy": ("files, directories, commit", "every block"),
+    "export": ("files, directories", "every block"),
+    "safetensors": ("every file and directory, fsynced by the benchmark", "no source"),
+}
+SOURCES = {"source in the page cache": True, "source not in the page cache": False}
 
 CHILD = """
 import json, os, resource, subprocess, sys, time
-way, source, target = sys.argv[1:]
+way, source, target, size = sys.argv[1:]
 
 def synced(top):
     for folder, _, names in os.walk(top):
@@ -63,9 +68,8 @@ elif way == "export":
     def act():
         export(source, target, "safetensors")
 else:
-    import safetensors.torch, torch, ckptfs
-    size = int(source.rpartition("@")[2])
-    state = {f"layer.{n}": torch.ones(size // 4) for n in range(16)}
+    import safetensors.torch, torch
+    state = {f"layer.{n}": torch.ones(int(size) // 4) for n in range(16)}
     def act():
         os.mkdir(target)
         safetensors.torch.save_file(state, f"{target}/model.safetensors")
@@ -118,97 +122,57 @@ def check(way: str, source: Path, target: Path, state: dict[str, torch.Tensor]) 
         assert all(torch.equal(found[key], value) for key, value in state.items())
 
 
-def measured(
-    size_bytes: int,
-    pairs: int,
-    within: Path,
-    old: Path | None = None,
-    sources: Sequence[str] = ("warm", "cold"),
-) -> list[dict[str, Any]]:
-    """Every way in turn; one row for each call."""
-    state = {f"layer.{n}": torch.randn(size_bytes // TENSORS // 4) for n in range(TENSORS)}
-    source = within / "run" / "step_1"
-    ckptfs.save(state, source)
-    trees = {"": Path(__file__).parents[1], "old-": old}
-    ways = [("", way) for way in ("cp", "copy", "export", "st")]
-    ways += [("old-", way) for way in ("copy", "export") if old is not None]
-    rows: list[dict[str, Any]] = []
-    for number in range(pairs):
-        for cache in sources:
-            turn = number % len(ways)
-            for tree, way in [*ways[turn:], *ways[:turn]]:
-                target = within / "out" / "step_1"
-                target.parent.mkdir()
-                cached(source, wanted=cache == "warm")
-                what = f"memory@{size_bytes // TENSORS}" if way == "st" else str(source)
-                ran = subprocess.run(
-                    [sys.executable, "-c", CHILD, way, what, str(target)],
-                    env={**os.environ, "PYTHONPATH": str(trees[tree])},
-                    cwd=within,
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                )
-                check(way, source, target, state)
-                shutil.rmtree(target.parent)
-                row = {"round": number, "source": cache, "way": f"{tree}{way}"}
-                rows.append({**row, **json.loads(ran.stdout)})
-                print(rows[-1], file=sys.stderr, flush=True)
-    return rows
-
-
-def told(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each source and way: seconds, CPU seconds, and the ratio to cp of the same round, with their spread."""
-    found: dict[str, Any] = {}
-    for cache in sorted({row["source"] for row in rows}):
-        by_way: dict[str, dict[int, dict[str, Any]]] = {}
-        for row in rows:
-            if row["source"] == cache:
-                by_way.setdefault(row["way"], {})[row["round"]] = row
-        for way, rounds in by_way.items():
-            ratios = [one["wall_s"] / by_way["cp"][n]["wall_s"] for n, one in rounds.items()]
-            found[f"{way}, {cache}"] = {
-                "wall_s": _spread([one["wall_s"] for one in rounds.values()]),
-                "cpu_s": _spread([one["cpu_s"] for one in rounds.values()]),
-                "of cp": _spread(ratios),
-                **({"goal": GOALS[way]} if way in GOALS else {}),
-            }
-    return found
-
-
-def _spread(values: list[float]) -> list[float]:
-    """Median, least, largest."""
-    return [round(one, 3) for one in (statistics.median(values), min(values), max(values))]
-
-
-def main() -> int:
-    """Measures, prints, and writes the result where it is asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=parse_size, default=2_000_000_000)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument(
-        "--dir", type=Path, help="on the disk to be measured; the temporary directory"
+def measured(size_bytes: int, rounds: int, *, within: Path, say: Callable[[str], None]) -> Result:
+    """Every way in turn. within: where its directory is made, and removed."""
+    started, load_before = datetime.now(UTC), list(os.getloadavg())
+    with tempfile.TemporaryDirectory(prefix="ckptfs-copying-", dir=within) as directory:
+        samples = tuple(_samples(size_bytes, rounds, Path(directory), say))
+    about = telling.about("floors", within, PACKAGES, started, load_before)
+    return Result(
+        what="what a copy and an export of a checkpoint cost, beside cp -r and an fsync",
+        settings={"rounds": rounds},
+        workloads=tuple(Workload(name, TENSORS, size_bytes) for name in SOURCES),
+        targets=(Target(PLACE, filesystem(within)),),
+        engines=tuple(Engine(name, "", *promised) for name, promised in WAYS.items()),
+        samples=samples,
+        notes=("each call is a process of its own, and counts after its imports",),
+        **about,
     )
-    parser.add_argument("--old", type=Path, help="another working tree")
-    parser.add_argument("--record", action="store_true")
-    options = parser.parse_args()
-    load = os.getloadavg()
-    with tempfile.TemporaryDirectory(prefix="ckptfs-copying-", dir=options.dir) as directory:
-        rows = measured(options.size, options.pairs, Path(directory), options.old)
-    result = {
-        "command": f"python -m benchmarks.copying {' '.join(sys.argv[1:])}".strip(),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}",
-        "load_average": {"before": load, "after": os.getloadavg()},
-        "size_bytes": options.size,
-        "median, least, largest": told(rows),
-        "rows": rows,
-    }
-    print(json.dumps({**result, "rows": len(rows)}, indent=2))
-    if options.record:
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _samples(
+    size_bytes: int, rounds: int, home: Path, say: Callable[[str], None]
+) -> Iterator[Sample]:
+    state = {f"layer.{n}": torch.randn(size_bytes // TENSORS // 4) for n in range(TENSORS)}
+    source, ways = home / "run" / "step_1", list(WAYS)
+    ckptfs.save(state, source)
+    for number in range(rounds):
+        for workload, in_cache in SOURCES.items():
+            turn = number % len(ways)
+            for way in ways[turn:] + ways[:turn]:
+                say(f"copy: round {number + 1} of {rounds}, {workload}, {way}")
+                cached(source, wanted=in_cache)
+                wall_s, cpu_s = _turn(way, source, home / "out" / "step_1", state)
+                yield Sample(way, workload, PLACE, "save", number, wall_s, cpu_s, size_bytes)
+
+
+def _turn(
+    way: str, source: Path, target: Path, state: dict[str, torch.Tensor]
+) -> tuple[float, float]:
+    """Seconds and CPU seconds of one process; what it wrote is compared and removed."""
+    target.parent.mkdir()
+    size_bytes = next(iter(state.values())).nbytes
+    ran = subprocess.run(
+        [sys.executable, "-c", CHILD, way, str(source), str(target), str(size_bytes)],
+        env={**os.environ, "PYTHONPATH": str(telling.HERE.parent)},
+        cwd=target.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        raise RuntimeError(f"{way} failed:\n{ran.stderr[-8000:]}")
+    check(way, source, target, state)
+    shutil.rmtree(target.parent)
+    found = json.loads(ran.stdout)
+    return found["wall_s"], found["cpu_s"]

@@ -9,17 +9,22 @@ import torch
 
 import ckptfs
 from benchmarks import copying
+from benchmarks.floors.claims import findings_of
 
 
 def test_every_way_takes_its_turn(tmp_path: Path) -> None:
-    """What each wrote is compared, and nothing is left of it."""
-    rows = copying.measured(1_000_000, 1, tmp_path, sources=("cold",))
-    assert [row["way"] for row in rows] == ["cp", "copy", "export", "st"]
-    assert not (tmp_path / "out").exists()
-    table = copying.told(rows)
-    assert table["cp, cold"]["of cp"] == [1, 1, 1]
-    assert table["copy, cold"]["goal"] == 1.5
-    assert len(table) == 4
+    """From the page cache and from the disk; what each wrote is compared, and nothing is left of it."""
+    said: list[str] = []
+    result = copying.measured(1_000_000, 1, within=tmp_path, say=said.append)
+    assert [(one.workload, one.engine) for one in result.samples] == [
+        (source, way) for source in copying.SOURCES for way in copying.WAYS
+    ]
+    assert list(tmp_path.iterdir()) == []
+    assert len(said) == len(result.samples) == 8
+    found = findings_of("copy", result)
+    assert all(one.found is not None and one.found.value > 0 for one in found)
+    floors = {one.claim.told: one.claim.floor for one in found if one.verdict is not None}
+    assert floors == {"cp -r's time, a copy": 1.5, "cp -r's time, an export": 2.0}
 
 
 def test_a_copy_that_differs_is_no_result(tmp_path: Path) -> None:

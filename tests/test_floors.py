@@ -80,6 +80,7 @@ def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) 
                 "stall",
                 "latency",
                 "fixed",
+                "copy",
             )
         ),
     ],

@@ -189,6 +189,12 @@ def _claims() -> Iterable[Claim]:
     yield Claim("stall", "a bare copy's time", "stall", copy, most, 1.3, 1.1, "x")
     stock = others_by_ours("dcp thread", "dcp process")
     yield Claim("stall", "less than DCP's best", "stall", stock, least, 2.5, 5.0, "x")
+    for ours, told, at_most in (("copy", "a copy", 1.5), ("export", "an export", 2.0)):
+        beside = ours_by_others("cp", ours=ours)
+        yield Claim("copy", f"cp -r's time, {told}", "save", beside, most, at_most, at_most, "x")
+        yield Claim("copy", f"CPU s/GB, {told}", "save", cpu_per_gb(ours), most, None, None)
+    beside = ours_by_others("safetensors", ours="export")
+    yield Claim("copy", "safetensors' time, an export", "save", beside, most, None, None, "x")
     yield from _planner_claims()
     for phase in phases:
         stock = ours_by_others("dcp", "dcp:fsspec")

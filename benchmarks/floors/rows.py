@@ -183,6 +183,13 @@ def fixed(sizes: Sizes) -> Result:
     return measured(sizes.ranks, sizes.pairs, within=sizes.directory, say=say)
 
 
+def copy(sizes: Sizes) -> Result:
+    """A copy and an export of a checkpoint, beside cp."""
+    from benchmarks.copying import measured
+
+    return measured(sizes.size_bytes, sizes.pairs, within=sizes.directory, say=say)
+
+
 def nfs(sizes: Sizes) -> Result:
     """A real server and a client, kernels in user mode: their CPU is slow and their clock coarse."""
     from ckptfs.bench.results import decode_result
@@ -229,5 +236,6 @@ ROWS: Mapping[str, Callable[[Sizes], Result]] = {
     "ranks2": Files(RANKS, SHARDED, ranks=2),
     "ranks4": Files(RANKS, SHARDED, ranks=4),
     "fixed": fixed,
+    "copy": copy,
     "nfs": nfs,
 }
