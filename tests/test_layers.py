@@ -28,6 +28,7 @@ NO_TORCH = (
     "ckptfs.events",
     "ckptfs.storage.registry",
     "ckptfs.commit.ownership.run",
+    "ckptfs.dcp.metadata.metadata_reader",
 )
 
 _STOCK_FILES = (

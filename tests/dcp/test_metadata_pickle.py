@@ -22,6 +22,7 @@ from ckptfs.dcp.metadata import metadata_pickle, metadata_reader
 from ckptfs.dcp.metadata.metadata_pickle import DCP, names
 from ckptfs.dcp.metadata.metadata_reader import decode_metadata, read_inventory
 from ckptfs.dcp.metadata.metadata_writer import encode_metadata
+from ckptfs.dcp.metadata.torch_names import DTYPES, LAYOUTS, TORCH, MemoryFormat, dtype_of
 from ckptfs.dcp.planning import columns
 from ckptfs.errors import ManifestError
 
@@ -347,6 +348,15 @@ def doubled(times: int) -> bytes:
 HOSTILE = {
     "tuples in tuples as a key": metadata_with(b"}" + doubled(44) + b"Ns"),
     "two million tuples as a key": metadata_with(b"})" + b"\x85" * 2_000_000 + b"Ns"),
+    "tuples in tuples as a layout": metadata_with(
+        named("torch.serialization", "_get_layout") + doubled(44) + b"\x85R"
+    ),
+    "tuples in tuples as a memory format": metadata_with(
+        named(DCP, "_MEM_FORMAT_ENCODING") + doubled(44) + b"\x85R"
+    ),
+    "tuples in tuples as a member's name": metadata_with(
+        named("builtins", "getattr") + named(DCP, "_MEM_FORMAT_ENCODING") + doubled(44) + b"\x86R"
+    ),
     "two million lists": metadata_with(b"]" * 200_000 + b"a" * 199_999),
     "a list in itself": metadata_with(b"]\x942a"),
     "a memo of 2 ** 28": b"\x80\x02Nr\x00\x00\x00\x10.",
@@ -641,3 +651,35 @@ def test_damaged_bytes_are_a_typed_error(noise: bytes, at: int) -> None:
         decode_metadata(damaged, "here")
     except ManifestError:
         return
+
+
+# -- the names of torch's values ---------------------------------------------------------------------
+
+
+def of_kind(kind: type) -> dict[str, Any]:
+    """Torch's values of one kind, by their names."""
+    return {name: value for name, value in vars(torch).items() if isinstance(value, kind)}
+
+
+def test_dtypes_and_layouts_are_known_as_torch_has_them() -> None:
+    """Name, size and object of each; what is not in the table is found in the torch that is installed."""
+    for name, dtype in of_kind(torch.dtype).items():
+        known = DTYPES[name]
+        assert (TORCH[known], repr(known), known.itemsize) == (dtype, str(dtype), dtype.itemsize)
+        assert known is DTYPES[name] is dtype_of(dtype)
+    for name, layout in of_kind(torch.layout).items():
+        assert TORCH[LAYOUTS[f"torch.{name}"]] == layout
+    for name in ("Size", "load", "float1024"):
+        with pytest.raises(KeyError):
+            DTYPES[name]
+        with pytest.raises(KeyError):
+            LAYOUTS[name]
+
+
+def test_memory_formats_are_those_of_torch() -> None:
+    """Members, values and their order."""
+    encoding: Any = ckptfs_torch.mem_format_encoding()
+    assert {one.name: one.value for one in MemoryFormat} == {
+        one.name: one.value for one in encoding
+    }
+    assert [TORCH[one] for one in MemoryFormat] == [*encoding]

@@ -8,6 +8,7 @@ the names that a ``.metadata`` needs; each opcode makes at most one small object
 bounded by the length of the file:
 
     an object of torch's      an Object: its class, and the state that BUILD gave it, once
+    a dtype, a layout         a value of our own with its name: reading one imports no torch
     a dict, a set             a flat list of what was put in; no key is hashed before it was checked
     torch.Size                a tuple of at most 64 integers
     memo                      a list, as long as the file at most
@@ -20,15 +21,13 @@ one length, which are read as columns (``ckptfs.dcp.metadata.pickle_records``).
 
 from __future__ import annotations
 
+import contextlib
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, Final, NamedTuple, NoReturn
 
-import torch
-
-from ckptfs import _torch
 from ckptfs.dcp.metadata.pickle_records import (
     BINGET,
     LONG_BINGET,
@@ -45,6 +44,7 @@ from ckptfs.dcp.metadata.pickle_records import (
     RecordColumns,
     tuples_of,
 )
+from ckptfs.dcp.metadata.torch_names import DTYPES, LAYOUTS, MemoryFormat, TensorLayout
 
 __all__ = [
     "DCP",
@@ -218,22 +218,27 @@ def _path(kind: str) -> _Function:
     return _Function(made)
 
 
-def _layouts() -> dict[str, torch.layout]:
-    return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+def _layout(text: Any) -> TensorLayout:
+    if type(text) is not str:  # the hash of nested tuples can take endless time
+        raise ValueError("a layout that is no text")
+    return LAYOUTS[text]
+
+
+def _memory_format(number: Any) -> MemoryFormat:
+    if type(number) is not int:
+        raise ValueError("a memory format that is no number")
+    return MemoryFormat(number)
 
 
 def names() -> Mapping[tuple[str, str], Kind | _Function]:
     """Return all that a pickle may name, in addition to torch's dtypes."""
-    encoding: Any = _torch.mem_format_encoding()
-    members = [*encoding]
-    by_value = _Function({member.value: member for member in members}.__getitem__)
-    by_name = {member.name: member for member in members}
+    by_value = _Function(_memory_format)
 
     def member_named(kind: Any, name: str) -> Any:
         """Return what stock torch on Python 3.11.2 writes for a member; refuse any other getattr."""
-        if kind is not by_value:
+        if kind is not by_value or type(name) is not str:
             raise NotAllowedError("builtins.getattr")
-        return by_name[name]
+        return MemoryFormat[name]
 
     own = (METADATA, STORAGE_META, BYTES, PROPERTIES, TENSOR, CHUNK, INDEX)
     flavours = ("Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
@@ -245,7 +250,7 @@ def names() -> Mapping[tuple[str, str], Kind | _Function]:
         (OLD_DCP, "MEM_FORMAT_ENCODING"): by_value,
         ("builtins", "getattr"): _Function(member_named),
         ("torch", "Size"): _SIZE,
-        ("torch.serialization", "_get_layout"): _Function(_layouts().__getitem__),
+        ("torch.serialization", "_get_layout"): _Function(_layout),
         ("collections", "OrderedDict"): _Function(Dict),
         **{
             (module, name): _Function(_set_of)
@@ -554,11 +559,12 @@ class _Machine:
         """Return what the pickle may use under this name."""
         if type(module) is not str or type(name) is not str:
             raise ValueError("a name that is no text")
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
         if module.split(".", maxsplit=1)[0] == "pathlib":
             module = "pathlib"  # 3.13 has them in pathlib._local
         known = self.names.get((module, name))
+        if known is None and module == "torch":
+            with contextlib.suppress(KeyError):
+                return DTYPES[name]
         if known is None:
             raise NotAllowedError(f"{module}.{name}"[:200])
         return known

@@ -24,24 +24,12 @@ rank reads a thousand. They are made when ``metadata`` is called.
 
 from __future__ import annotations
 
-import enum
 import pathlib
 import posixpath
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, Protocol, cast
-
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from ckptfs import _torch
 from ckptfs.commit.paths import SHARED
@@ -68,9 +56,13 @@ from ckptfs.dcp.metadata.metadata_pickle import (
     decode,
 )
 from ckptfs.dcp.metadata.pickle_scan import check_collisions
-from ckptfs.dcp.planning.state_dicts import renamed_metadata
+from ckptfs.dcp.metadata.torch_names import TORCH, Dtype, MemoryFormat, TensorLayout
 from ckptfs.dcp.python_gc import gc_paused
 from ckptfs.errors import ManifestError, StateError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 __all__ = [
     "Box",
@@ -133,7 +125,10 @@ class TorchInventory:
     """Metadata that exists as torch's objects."""
 
     def __init__(self, metadata: Metadata) -> None:
+        from torch.distributed.checkpoint import metadata as classes
+
         self._metadata = metadata
+        self._classes = classes
 
     @property
     def keys(self) -> Collection[str]:
@@ -143,14 +138,14 @@ class TorchInventory:
     def tensor(self, key: str) -> SavedTensor | None:
         """As ``Inventory.tensor``."""
         saved = self._metadata.state_dict_metadata[key]
-        if not isinstance(saved, TensorStorageMetadata):
+        if not isinstance(saved, self._classes.TensorStorageMetadata):
             return None
         dtype: Any = saved.properties.dtype
         return SavedTensor(saved.size, dtype, saved.chunks, _box_of_chunk)
 
     def place(self, key: str, offsets: Sequence[int] | None) -> Place:
         """As ``Inventory.place``."""
-        info: Any = self._metadata.storage_data.get(MetadataIndex(key, offsets))
+        info: Any = self._metadata.storage_data.get(self._classes.MetadataIndex(key, offsets))
         if info is None:
             raise nowhere(key)
         refuse_extensions(info, key)
@@ -196,6 +191,8 @@ class Renamed:
     def metadata(self) -> Metadata:
         """As ``Inventory.metadata``."""
         if self._metadata is None:
+            from ckptfs.dcp.planning.state_dicts import renamed_metadata
+
             self._metadata = renamed_metadata(self._inventory.metadata(), self._names)
         return self._metadata
 
@@ -307,12 +304,17 @@ class Columns:
         self._renamed = self._checked_paths(shared)
         self._places: dict[tuple[str, Any], int] | None = None
         self._metadata: Metadata | None = None
-        self._plain = _Plain(len(data))
-        self._others = {
-            name: self._plain.of(value)
-            for name, value in self._fields.items()
-            if name not in ("state_dict_metadata", "storage_data")
-        }
+        # All else that a planner wrote is checked now; what needs torch is made of it on request.
+        self._others: dict[str, Any] = {}
+        self._torch_fields: list[str] = []
+        plain = _Plain(len(data))
+        for name, value in self._fields.items():
+            if name not in ("state_dict_metadata", "storage_data"):
+                self._others[name] = plain.of(value)
+                if plain.has_torch:
+                    self._torch_fields.append(name)
+                    plain.has_torch = False
+        self._plain = _Plain(len(data), makes_torch=True)
 
     # -- as an Inventory
 
@@ -326,7 +328,7 @@ class Columns:
         entry = self._entries[key]
         if entry is None:
             return None
-        return _new(SavedTensor, (entry.size, entry.properties[0], entry.chunks, _box_of))
+        return _new(SavedTensor, (entry.size, TORCH[entry.properties[0]], entry.chunks, _box_of))
 
     def place(self, key: str, offsets: Sequence[int] | None) -> Any:
         """As ``Inventory.place``."""
@@ -383,8 +385,7 @@ class Columns:
         _need(all(map(_is_flat_state, states)), "properties of a tensor that are none")
         kinds = {*states}
         _need(len(kinds) <= _KINDS, "too many kinds of tensors")
-        for state in kinds:  # a state that torch does not accept is refused here too
-            _properties_of(state)
+        _need(all(map(_is_accepted, kinds)), "properties that torch does not accept")
         return entries
 
     def _entry(self, key: str, value: Any) -> _Tensor | None:
@@ -470,22 +471,28 @@ class Columns:
     # -- torch's objects
 
     def _made(self) -> Metadata:
+        import torch
+        from torch.distributed.checkpoint import metadata as classes
+
         entries: dict[str, Any] = {}
         for key, tensor in self._entries.items():
             if tensor is None:
-                entries[key] = BytesStorageMetadata()
+                entries[key] = classes.BytesStorageMetadata()
                 continue
             chunks = [
-                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                classes.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
                 for offsets, sizes in tensor.chunks
             ]
-            properties = _properties_of(tensor.properties)
-            entries[key] = TensorStorageMetadata(properties, torch.Size(tensor.size), chunks)
+            properties, size = _properties_of(tensor.properties), torch.Size(tensor.size)
+            entries[key] = classes.TensorStorageMetadata(properties, size, chunks)
         items = {
-            MetadataIndex(*index): self._info(number) for number, index in enumerate(self._indexes)
+            classes.MetadataIndex(*index): self._info(number)
+            for number, index in enumerate(self._indexes)
         }
-        made = Metadata(entries, storage_data=items)
+        made = classes.Metadata(entries, storage_data=items)
         vars(made).update(self._others)
+        for name in self._torch_fields:
+            vars(made)[name] = self._plain.of(self._fields[name])
         return made
 
     def _info(self, number: int) -> Any:
@@ -525,14 +532,19 @@ def _index_of(value: Any) -> Index | None:
 
 def _is_flat_state(state: tuple[Any, ...]) -> bool:
     """Return whether it is a state of TensorProperties: quick to hash, and the dtype first."""
-    plain = (torch.dtype, torch.layout, bool, type(None), _torch.mem_format_encoding())
+    plain = (Dtype, TensorLayout, bool, type(None), MemoryFormat)
     return (
         1 <= len(state) <= _FIELDS_2_13 + 1
-        and type(state[0]) is torch.dtype
+        and type(state[0]) is Dtype
         and all(isinstance(value, plain) for value in state[:_FIELDS_2_13])
         # What torch 2.15 appended: a value that no reader here uses.
         and all(_is_short(value) for value in state[_FIELDS_2_13:])
     )
+
+
+def _is_accepted(state: tuple[Any, ...]) -> bool:
+    """Return whether torch takes a flat state: all fields, and the fourth a memory format."""
+    return len(state) >= _FIELDS_2_13 and type(state[3]) is MemoryFormat
 
 
 def _is_short(value: Any) -> bool:
@@ -542,11 +554,11 @@ def _is_short(value: Any) -> bool:
 
 
 def _properties_of(state: tuple[Any, ...]) -> TensorProperties:
-    """Make properties from the state of any version.
+    """Make properties from the state of any version."""
+    from torch.distributed.checkpoint.metadata import TensorProperties
 
-    ValueError, RuntimeError or TypeError for a state that torch does not accept.
-    """
     made = TensorProperties.__new__(TensorProperties)
+    state = tuple([TORCH[one] if type(one) in _VALUES else one for one in state])
     try:
         made.__setstate__(state)
     except ValueError:
@@ -562,14 +574,23 @@ def _check_sizes(sizes: Collection[Any]) -> None:
     _need(min(chain.from_iterable(sizes), default=0) >= 0, "a size or an offset that is negative")
 
 
+class _StorageFields(dict[str, Any]):
+    """The fields of a StorageMeta."""
+
+    __slots__ = ()
+
+
 class _Plain:
     """Converts what a planner put into ``.metadata`` to plain objects.
 
-    It makes at most as many values as the file has bytes.
+    It makes at most as many values as the file has bytes. ``has_torch`` becomes true at a value that torch has
+    a class for: such values are made only with ``makes_torch``, and otherwise only checked.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, *, makes_torch: bool = False) -> None:
         self._left = budget
+        self._makes_torch = makes_torch
+        self.has_torch = False
 
     def of(self, value: Any, depth: int = 0) -> Any:
         """Convert a value; ValueError if it repeats more than the file holds or is nested too deep."""
@@ -581,8 +602,9 @@ class _Plain:
             return value
         if kind not in _CONTAINERS:
             # A pickle may name functions, for example, but they are not values that are saved.
-            _need(isinstance(value, _VALUES), f"a {_kind_of(value)} in a place that has none")
-            return value
+            _need(kind in _VALUES, f"a {_kind_of(value)} in a place that has none")
+            self.has_torch = True
+            return TORCH[value] if self._makes_torch else value
         if depth > _DEPTH:
             raise ValueError("it is nested too deep")
         if kind is tuple:
@@ -614,13 +636,20 @@ class _Plain:
         return self._object(value, depth)
 
     def _object(self, value: Any, depth: int) -> Any:
+        self.has_torch = True
         if type(value) is Object and value.kind is PROPERTIES:
-            _need(type(value.state) is tuple and _is_flat_state(value.state), "no properties")
-            return _properties_of(value.state)
+            state = value.state
+            _need(type(state) is tuple and _is_flat_state(state), "no properties")
+            _need(_is_accepted(state), "properties that torch does not accept")
+            return _properties_of(state) if self._makes_torch else value
         if type(value) is Object and value.kind is STORAGE_META:
+            fields = {name: self.of(one, depth + 1) for name, one in _fields(value).items()}
+            if not self._makes_torch:
+                return _StorageFields(fields)
+            from torch.distributed.checkpoint.metadata import StorageMeta
+
             made = StorageMeta()
-            fields = _fields(value)
-            vars(made).update({name: self.of(one, depth + 1) for name, one in fields.items()})
+            vars(made).update(fields)
             return made
         raise ValueError(f"a {_kind_of(value)} in a place that has none")
 
@@ -643,7 +672,7 @@ class _Plain:
 
 _ATOMS = {str, int, float, bool, bytes, type(None)}
 _CONTAINERS = {tuple, list, Dict, SetOf, SetOfList, PathOf, Object, Chunk, Index, Place, Kind}
-_VALUES = (torch.dtype, torch.layout, enum.Enum)
+_VALUES = {Dtype, TensorLayout, MemoryFormat}
 # A checkpoint_id from another system cannot be a concrete path here; it is only displayed.
 _FLAVOURS: Mapping[str, Callable[..., pathlib.PurePath]] = {
     "Path": pathlib.PurePath,
@@ -672,9 +701,8 @@ def _kind_of(value: object) -> str:
     """Return the name of its kind."""
     if type(value) is Object:
         return value.kind.name
-    return {Dict: "dict", Index: INDEX.name, Place: INFO.name, Chunk: CHUNK.name}.get(
-        type(value), type(value).__name__
-    )
+    names = {Dict: "dict", Index: INDEX.name, Place: INFO.name, Chunk: CHUNK.name, Dtype: "dtype"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _short(value: object) -> str:
