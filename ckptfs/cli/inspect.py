@@ -344,7 +344,7 @@ def _box_text(sizes: tuple[int, ...]) -> str:
 
 def dtype_text(leaf: TensorLeaf) -> str:
     """Return the dtype as torch names it, without ``torch.``, such as ``float32``."""
-    return str(leaf.dtype).removeprefix("torch.")
+    return leaf.dtype_name
 
 
 def _count(number: int | None) -> str:

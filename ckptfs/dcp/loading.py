@@ -23,11 +23,10 @@ from ckptfs.commit.session import RunSession, naming, step_of
 from ckptfs.control.control import Control
 from ckptfs.dcp.metadata.metadata_reader import (
     Inventory,
-    Renamed,
-    TorchInventory,
     decode_metadata,
     read_inventory,
 )
+from ckptfs.dcp.metadata.torch_inventory import Renamed, TorchInventory
 from ckptfs.dcp.planning.state_dicts import (
     listed,
     module_of,

@@ -15,17 +15,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ckptfs.commit.digests import ItemDigests
-from ckptfs.dcp.planning.leaves import fingerprint_of
 from ckptfs.errors import CkptfsError
 from ckptfs.progress import SILENT, Meter
 from ckptfs.tools.contents import Contents, Leaf, ObjectLeaf, Shard, TensorLeaf, batches
 from ckptfs.tools.inspecting import matching
 from ckptfs.tools.opening import open_contents, options_for
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Basis", "Change", "Compared", "Difference", "Norms", "compare", "compare_contents"]
 
@@ -227,7 +227,7 @@ def _described(key: str, old: Leaf | None, new: Leaf | None) -> Difference:
 
 
 def _kind(leaf: Leaf) -> tuple[Any, ...]:
-    return (leaf.dtype, leaf.shape) if isinstance(leaf, TensorLeaf) else ()
+    return (leaf.dtype_name, leaf.shape) if isinstance(leaf, TensorLeaf) else ()
 
 
 # -- by digests ----------------------------------------------------------------------
@@ -287,6 +287,8 @@ class _Sums:
             self.changed_bytes += int(changed.sum())
         if not norms or not old.numel():
             return
+        import torch
+
         # Dot products, not elementwise squares: each temporary is as large as the piece, in float64.
         x, y = _wide(old), _wide(new)
         self.before += _square(x)
@@ -346,6 +348,8 @@ def _same_object(before: Contents, old: ObjectLeaf, after: Contents, new: Object
     """Whether two objects have equal bytes, or equal values that torch pickled differently."""
     if before.blob(old) == after.blob(new):
         return True
+    from ckptfs.dcp.planning.leaves import fingerprint_of
+
     try:
         return fingerprint_of(before.value(old)) == fingerprint_of(after.value(new))
     except CkptfsError:
@@ -355,13 +359,19 @@ def _same_object(before: Contents, old: ObjectLeaf, after: Contents, new: Object
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
     kind = torch.complex128 if tensor.is_complex() else torch.float64
     return tensor.reshape(-1).to(kind)
 
 
 def _square(flat: torch.Tensor) -> float:
+    import torch
+
     return float(torch.vdot(flat, flat).real)

@@ -19,26 +19,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptfs.commit.digests import ItemDigests
-from ckptfs.dcp.planning.leaves import load_leaf, serialise_leaf
+from ckptfs.dcp.metadata.metadata_reader import Columns, Description
+from ckptfs.dcp.metadata.torch_inventory import TorchInventory
+from ckptfs.dcp.metadata.torch_names import TORCH, Dtype, dtype_of
 from ckptfs.dcp.read.boxes import narrowed, pieces_of
 from ckptfs.dcp.read.data_file import DataFile, Source, Verify, open_data, read_digests
-from ckptfs.dcp.read.scheduler import fetch
 from ckptfs.dcp.tiling import fills, untiled
-from ckptfs.dcp.write.host_memory import host_tensor
 from ckptfs.errors import IntegrityError, ManifestError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import ReadItem
 
 __all__ = [
     "DEEPEST",
@@ -99,7 +94,43 @@ class TensorLeaf:
     @property
     def size_bytes(self) -> int:
         """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of its dtype without ``torch.``. Imports no torch."""
+        return _DTYPE.known(self).name
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element. Imports no torch."""
+        return _DTYPE.known(self).itemsize
+
+
+class _DtypeAttribute:
+    """``TensorLeaf.dtype``: a Dtype is kept, and torch's own is made where it is read.
+
+    Who lists leaves, measures them or compares their digests reads none, and does without the import of torch.
+    """
+
+    def __init__(self, slot: Any) -> None:
+        self._slot = slot
+
+    def known(self, leaf: TensorLeaf) -> Dtype:
+        """Return the Dtype."""
+        found: Dtype = self._slot.__get__(leaf)
+        return found
+
+    def __get__(self, leaf: TensorLeaf | None, owner: Any = None) -> Any:
+        return self if leaf is None else TORCH[self.known(leaf)]
+
+    def __set__(self, leaf: TensorLeaf, dtype: torch.dtype | Dtype) -> None:
+        self._slot.__set__(leaf, dtype if isinstance(dtype, Dtype) else dtype_of(dtype))
+
+
+# Not in the class: a dataclass would take it for the default of the field.
+_DTYPE = _DtypeAttribute(vars(TensorLeaf)["dtype"])
+TensorLeaf.dtype = _DTYPE  # type: ignore[misc, assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +182,7 @@ class Box:
     @property
     def size_bytes(self) -> int:
         """Bytes of its elements."""
-        return math.prod(self.lengths) * self.leaf.dtype.itemsize
+        return math.prod(self.lengths) * self.leaf.itemsize
 
 
 class Contents(ABC):
@@ -223,6 +254,8 @@ class Contents(ABC):
         Raises:
             UnpicklingError: Loading it would run code.
         """
+        from ckptfs.dcp.planning.leaves import load_leaf
+
         return load_leaf(io.BytesIO(self.blob(leaf)))
 
 
@@ -246,7 +279,7 @@ def _cut(leaf: TensorLeaf) -> Iterator[Box]:
     if leaf.size_bytes <= _PIECE_BYTES:
         yield Box(leaf, zeros, leaf.shape)
         return
-    window = _PIECE_BYTES // leaf.dtype.itemsize
+    window = _PIECE_BYTES // leaf.itemsize
     for piece in pieces_of(leaf.shape, zeros, leaf.shape, window, full=False):
         yield Box(leaf, piece.offsets, piece.lengths)
 
@@ -265,6 +298,10 @@ class LoadedContents(Contents):
     """
 
     def __init__(self, loaded: Any, file: str) -> None:
+        import torch
+
+        from ckptfs.dcp.planning.leaves import serialise_leaf
+
         self._tensors: dict[str, torch.Tensor] = {}
         self._objects: dict[str, Any] = {}
         found: dict[str, Leaf] = {}
@@ -285,6 +322,8 @@ class LoadedContents(Contents):
         self, boxes: Sequence[Box], into: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """As ``Contents.read``: views of the loaded tensors, copied if they are not contiguous."""
+        from ckptfs.dcp.write.host_memory import host_tensor
+
         found = [narrowed(self._tensors[box.leaf.key], box.offsets, box.lengths) for box in boxes]
         if into is None:
             return [host_tensor(tensor) for tensor in found]
@@ -292,6 +331,8 @@ class LoadedContents(Contents):
 
     def blob(self, leaf: ObjectLeaf) -> bytes:
         """As ``Contents.blob``: the object is pickled again, by itself."""
+        from ckptfs.dcp.planning.leaves import serialise_leaf
+
         return serialise_leaf(self._objects[leaf.key]).getvalue()
 
     def digests(self, leaf: Leaf) -> tuple[tuple[ItemDigests, Shard | None], ...] | None:
@@ -313,6 +354,8 @@ def _flat(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str |
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    import torch
+
     if depth > DEEPEST:
         raise IntegrityError(f"its values are nested more than {DEEPEST} deep")
     if isinstance(value, Mapping):
@@ -330,19 +373,28 @@ class SavedContents(Contents):
 
     Args:
         source: Reads the files; the caller keeps it.
-        metadata: torch's metadata of the checkpoint.
+        metadata: The metadata of the checkpoint, as it was read or as torch's object.
     """
 
-    def __init__(self, source: Source, metadata: Metadata) -> None:
+    def __init__(self, source: Source, metadata: Metadata | Description) -> None:
         self._source = source
-        self._metadata = metadata
+        self._description: Description = (
+            metadata
+            if isinstance(metadata, Columns | TorchInventory)
+            else TorchInventory(cast("Metadata", metadata))
+        )
         self._digests: dict[str, Mapping[int, ItemDigests] | None] = {}
-        self.leaves = _leaves_of(metadata)
+        self.leaves = _leaves_of(self._description)
 
     def read(
         self, boxes: Sequence[Box], into: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """As ``Contents.read``; the source's ``verify`` decides whether bytes are verified."""
+        import torch
+        from torch.distributed.checkpoint.planner import LoadPlan
+
+        from ckptfs.dcp.read.scheduler import fetch
+
         if into is None:
             into = [torch.empty(box.lengths, dtype=box.leaf.dtype) for box in boxes]
         targets = _Targets()
@@ -351,13 +403,18 @@ class SavedContents(Contents):
             found = self._items_of(box)
             targets.add(tensor, found)
             items += found
-        fetch(self._source, LoadPlan(items), targets, self._metadata)  # type: ignore[arg-type]
+        metadata = self._description.metadata()
+        fetch(self._source, LoadPlan(items), targets, metadata)  # type: ignore[arg-type]
         return list(into)
 
     def _items_of(self, box: Box) -> list[ReadItem]:
         if not math.prod(box.lengths):
             return []
-        described: Any = self._metadata.state_dict_metadata[box.leaf.key]
+        import torch
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+        described: Any = self._description.metadata().state_dict_metadata[box.leaf.key]
         chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
         found = create_read_items_for_chunk_list(box.leaf.key, described, [chunk])
         pieces = [(item.dest_offsets, item.lengths) for item in found]
@@ -377,7 +434,7 @@ class SavedContents(Contents):
                 if not fills(pieces, leaf.shape):
                     raise untiled(leaf.key, pieces, leaf.shape)
                 for shard in leaf.shards:
-                    size = math.prod(shard.sizes) * leaf.dtype.itemsize
+                    size = math.prod(shard.sizes) * leaf.itemsize
                     if size > shard.length:
                         raise self._too_large(leaf, shard.file, size, shard.length)
             for place in leaf.shards if isinstance(leaf, TensorLeaf) else (leaf,):
@@ -416,7 +473,7 @@ class SavedContents(Contents):
             return None if item is None else ((item, None),)
         found = []
         for shard in leaf.shards:
-            size = math.prod(shard.sizes) * leaf.dtype.itemsize
+            size = math.prod(shard.sizes) * leaf.itemsize
             item = self._item(shard.file, shard.start, shard.length)
             if size and (item is None or item.payload_length != size):
                 return None
@@ -449,11 +506,9 @@ class _Targets:
         """Do nothing: the data was read straight into its target."""
 
 
-def _leaves_of(metadata: Metadata) -> dict[str, Leaf]:
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    places = metadata.storage_data
+def _leaves_of(description: Description) -> dict[str, Leaf]:
     try:
-        return _leaves(metadata, paths, places)
+        return _leaves(description)
     except (TypeError, AttributeError, ValueError) as error:
         # It has other types than torch writes, so none of it is trusted.
         raise ManifestError(
@@ -462,30 +517,29 @@ def _leaves_of(metadata: Metadata) -> dict[str, Leaf]:
         ) from error
 
 
-def _leaves(
-    metadata: Metadata, paths: Mapping[str, Any], places: Mapping[MetadataIndex, Any]
-) -> dict[str, Leaf]:
+def _leaves(description: Description) -> dict[str, Leaf]:
     found: dict[str, Leaf] = {}
-    for key, described in metadata.state_dict_metadata.items():
+    paths, places = description.paths, description.places()
+    for key in description.keys:
         path = tuple(paths.get(key, ()))
-        if isinstance(described, TensorStorageMetadata):
+        tensor = description.describe(key)
+        if tensor is not None:
             shards = []
-            for chunk in described.chunks:
-                place = places.get(MetadataIndex(key, chunk.offsets))
+            for begin, lengths in tensor.boxes:
+                place = places.get((key, tuple(begin)))
                 if place is not None:
                     at = _numbers((place.offset, place.length))
-                    offsets, sizes = _numbers(chunk.offsets), _numbers(chunk.sizes)
-                    shards.append(Shard(offsets, sizes, place.relative_path, at[0], at[1]))
-            shape, dtype = _numbers(described.size), described.properties.dtype
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{key!r} has the dtype {dtype!r}")
+                    offsets, sizes = _numbers(begin), _numbers(lengths)
+                    shards.append(Shard(offsets, sizes, place.path, at[0], at[1]))
+            shape = _numbers(tensor.sizes)
+            dtype: Any = tensor.dtype  # the leaf keeps it as it is
             found[key] = TensorLeaf(key, dtype, shape, tuple(shards), path)
             continue
-        place = places.get(MetadataIndex(key))
+        place = places.get((key, None))
         if place is None:
             raise ManifestError(f".metadata gives no place for {key!r}")
         at = _numbers((place.offset, place.length))
-        found[key] = ObjectLeaf(key, place.relative_path, at[0], at[1], path)
+        found[key] = ObjectLeaf(key, place.path, at[0], at[1], path)
     return found
 
 

@@ -20,7 +20,6 @@ from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.operations import drive
 from ckptfs.commit.session import step_of
 from ckptfs.commit.state import piece
-from ckptfs.dcp.planning.leaves import first_line
 from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, SymlinkError
 from ckptfs.storage.base import Storage
 from ckptfs.tools.contents import Box, Contents, Leaf, ObjectLeaf, TensorLeaf
@@ -238,7 +237,7 @@ def values(
 
 def _is_small(leaf: TensorLeaf) -> bool:
     is_shown = len(leaf.shape) <= _DIMENSIONS  # deeper lists cannot be shown as text
-    return is_shown and leaf.size_bytes <= SMALL_ELEMENTS * leaf.dtype.itemsize
+    return is_shown and leaf.size_bytes <= SMALL_ELEMENTS * leaf.itemsize
 
 
 def _object_text(contents: Contents, leaf: ObjectLeaf) -> str:
@@ -247,6 +246,8 @@ def _object_text(contents: Contents, leaf: ObjectLeaf) -> str:
     except (IntegrityError, ManifestError, OSError):
         raise
     except Exception as error:  # noqa: BLE001 - the unpickler refuses in a dozen ways
+        from ckptfs.dcp.planning.leaves import first_line
+
         return f"<not loaded: {first_line(error)[:_TEXT]}>"
 
 

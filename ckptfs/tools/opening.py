@@ -15,30 +15,32 @@ import contextlib
 import io
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata
-
-from ckptfs.commit.catalog.catalog import Found, is_run, live_of, looking_at, run_error
+from ckptfs.commit.catalog.catalog import (
+    Found,
+    is_run,
+    live_of,
+    looking_at,
+    run_error,
+    sealed_metadata,
+)
 from ckptfs.commit.catalog.locate import locate_directory, reading_session
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.operations import drive
 from ckptfs.commit.session import Place
 from ckptfs.control.control import SoloControl
 from ckptfs.control.world import World
-from ckptfs.dcp.loading import read_metadata
+from ckptfs.dcp.metadata.metadata_reader import read_inventory
 from ckptfs.dcp.metadata.pickle_scan import advise_on_torch, check_archive
 from ckptfs.dcp.read.data_file import Source, Verify, source_of
-from ckptfs.dcp.safetensors.safetensors_format import SUFFIX
-from ckptfs.dcp.safetensors.safetensors_reader import read_file_layout, read_layout
 from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError, StateError, StorageError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
-from ckptfs.tools.contents import Contents, LoadedContents, SavedContents
+from ckptfs.tools.contents import Box, Contents, Leaf, LoadedContents, ObjectLeaf, SavedContents
 from ckptfs.uri import Uri, options_of
 
 __all__ = [
@@ -232,11 +234,22 @@ class Opened:
     found: Found | None = None
 
 
-class _NoLeaves(SavedContents):
-    """The contents of a directory of files without tensors in a known format."""
+class _NoLeaves(Contents):
+    """The contents of a directory of files without tensors in a known format: nothing to read."""
 
-    def __init__(self, source: Source) -> None:
-        super().__init__(source, Metadata(state_dict_metadata={}, storage_data={}))
+    def __init__(self) -> None:
+        self.leaves = {}
+
+    def read(self, boxes: Sequence[Box], into: Sequence[Any] | None = None) -> list[Any]:
+        """As ``Contents.read``, of no boxes."""
+        return []
+
+    def blob(self, leaf: ObjectLeaf) -> bytes:
+        """KeyError: there is no leaf."""
+        raise KeyError(leaf.key)
+
+    def digests(self, leaf: Leaf) -> None:
+        """None."""
 
 
 @contextlib.contextmanager
@@ -278,7 +291,8 @@ def open_contents(
         manifest = found.manifest
         if found.metadata and (manifest is None or manifest.artifact is not Kind.DIRECTORY):
             kind = Format.DCP if manifest is None else Format.CKPTFS
-            contents: Contents = SavedContents(source, read_metadata(storage, found))
+            raw, where = sealed_metadata(storage, found), storage.uri(found.metadata)
+            contents: Contents = SavedContents(source, read_inventory(raw, where, found.shared))
         else:
             kind, contents = _directory(storage, found, source, verify)
         yield Opened(here.uri, kind, contents, storage, found.home, found)
@@ -287,16 +301,20 @@ def open_contents(
 def _directory(
     storage: Storage, found: Found, source: Source, verify: Verify
 ) -> tuple[Format, Contents]:
+    from ckptfs.dcp.safetensors.safetensors_reader import read_layout
+
     try:
         layout = read_layout(storage, found, verify)
     except NotFoundError:
-        return Format.FILES, _NoLeaves(source)
+        return Format.FILES, _NoLeaves()
     return Format.SAFETENSORS, SavedContents(layout.source(source), layout.metadata)
 
 
 def _file(file: File, verify: Verify) -> Opened:
     name = file.uri.name
-    if name.endswith(SUFFIX):
+    if name.endswith(".safetensors"):
+        from ckptfs.dcp.safetensors.safetensors_reader import read_file_layout
+
         source = Source(file.storage, "", verify=verify)
         layout = read_file_layout(source, name)
         contents: Contents = SavedContents(layout.source(source), layout.metadata)
@@ -306,6 +324,8 @@ def _file(file: File, verify: Verify) -> Opened:
 
 
 def _load(file: File) -> Any:
+    import torch
+
     name = file.uri.name
     path = file.storage.local_path(name)
     try:

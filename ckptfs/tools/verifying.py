@@ -15,8 +15,8 @@
                                      them, and the chunks of each tensor fill it
     look_at_stock(storage, seen)     the same for a plain DCP checkpoint, which has sizes but no digests
 
-Read-only and local: it needs only read permission. If torch is installed, it is used for stock
-checkpoints, with ``deep`` for the content of ``.metadata``, and to name the tensors of damaged bytes.
+Read-only and local: it needs only read permission, and no torch but to name the tensors of damaged bytes
+in safetensors files.
 Files that cannot be seen from here (disks of other nodes) or have nothing to be compared with (stock
 checkpoints) are reported, and never count as clean.
 """
@@ -65,7 +65,7 @@ from ckptfs.tools.runlog import Condition, lines_of
 from ckptfs.uri import Uri, options_of
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
+    from ckptfs.dcp.metadata.metadata_reader import Description
 
 __all__ = [
     "JOBS",
@@ -406,7 +406,7 @@ class _Pass:
             if result.findings and self._is_deleted(target):
                 continue
             if result.manifest is None and result.found is not None:
-                self._look_at_stock(result)
+                look_at_stock(self.aim.storage, result)
             self._name_tensors(result)
             yield result
 
@@ -433,7 +433,7 @@ class _Pass:
 
     def compare(self, result: Looked) -> tuple[Compared, ...]:
         """Compare every byte of one checkpoint, and add findings to ``result``."""
-        if result.manifest is not None and _has_torch():
+        if result.manifest is not None:
             look_into(self.aim.storage, result)
         files = self.deep_files(result)
         fresh = [f for f in files if f.key not in self.compared]
@@ -498,14 +498,8 @@ class _Pass:
             count = f"{len(uncompared)} files" if len(uncompared) > 1 else uncompared[0].path
             result.unchecked.append(f"{count} without digests: only sizes could be compared")
 
-    def _look_at_stock(self, result: Looked) -> None:
-        if not _has_torch():
-            result.unchecked.append(".metadata not looked at: torch is not installed")
-            return
-        look_at_stock(self.aim.storage, result)
-
     def _name_tensors(self, result: Looked) -> None:
-        """Add tensor keys to findings of damaged bytes. Imports torch only if there are any."""
+        """Add tensor keys to findings of damaged bytes."""
         by_data = {f.digests: f.path for f in result.files if f.digests is not None}
         paths = {f.path for f in result.files if f.digests is not None or f.digest is not None}
         hurt = [
@@ -586,7 +580,7 @@ def _doubted(doubt: Doubt) -> Checked:
 
 # -- the bytes of tensors ---------------------------------------------------------------------
 #
-# What follows imports torch in its functions: a verification that needs none imports none.
+# What follows imports in its functions: of our own checkpoints it is needed with ``deep`` or after a finding.
 
 Places = Mapping[str, Sequence[tuple[int, int, str]]]
 _MOST = 5
@@ -594,13 +588,14 @@ _MOST = 5
 
 def places_of(storage: Storage, found: Found) -> Places:
     """Return the byte ranges of the leaves of ``found`` in ``storage``; empty if unknown."""
+    from ckptfs.dcp.metadata.torch_inventory import TorchInventory
     from ckptfs.dcp.read.data_file import Verify
     from ckptfs.dcp.safetensors.safetensors_reader import read_layout
 
     manifest = found.manifest
     try:
         if manifest is not None and manifest.artifact is Kind.DIRECTORY:
-            return _by_path(read_layout(storage, found, Verify.OFF).metadata)
+            return _by_path(TorchInventory(read_layout(storage, found, Verify.OFF).metadata))
         return _by_path(_decoded(storage, found))
     except CkptfsError:
         return {}  # of damaged .metadata: a finding of its own
@@ -635,18 +630,18 @@ def look_into(storage: Storage, seen: Looked) -> None:
         return  # it belongs to another domain, or has a finding already
     uri = storage.uri(found.metadata)
     try:
-        metadata = _decoded(storage, found)
+        described = _decoded(storage, found)
     except ManifestError as error:
         seen.add(Damage.METADATA, uri, error.message, _DO, path=path)
         return
-    named_save = None if metadata.storage_meta is None else metadata.storage_meta.save_id
+    named_save = described.save_id
     if named_save not in (None, manifest.save_id):
         what = f"it names save {named_save} instead of {manifest.save_id}"
         seen.add(Damage.METADATA, uri, what, _DO, path=path)
     sizes = {f.path: f.size_bytes for f in manifest.files}
-    for what in _outside(_by_path(metadata), sizes):
+    for what in _outside(_by_path(described), sizes):
         seen.add(Damage.METADATA, uri, what, _DO, path=path)
-    _look_at_chunks(seen, metadata, uri, path, is_complete=len(manifest.domains) <= 1)
+    _look_at_chunks(seen, described, uri, path, is_complete=len(manifest.domains) <= 1)
 
 
 def look_at_stock(storage: Storage, seen: Looked) -> None:
@@ -657,12 +652,12 @@ def look_at_stock(storage: Storage, seen: Looked) -> None:
     seen.notes.append("no digests: sizes only")
     uri = storage.uri(found.metadata)
     try:
-        metadata = _decoded(storage, found)
-        places = _by_path(metadata)
+        described = _decoded(storage, found)
+        places = _by_path(described)
     except ManifestError as error:
         seen.add(Damage.METADATA, uri, error.message, _DO, path=METADATA)
         return
-    _look_at_chunks(seen, metadata, uri, METADATA, is_complete=True)
+    _look_at_chunks(seen, described, uri, METADATA, is_complete=True)
     seen.sizes[METADATA] = storage.stat(found.metadata).size_bytes
     for path, ranges in sorted(places.items()):
         needed, keys = max(stop for _, stop, _ in ranges), tuple(key for _, _, key in ranges)
@@ -681,30 +676,26 @@ def look_at_stock(storage: Storage, seen: Looked) -> None:
 
 
 def _look_at_chunks(
-    result: Looked, metadata: Metadata, uri: Uri, path: str, *, is_complete: bool
+    result: Looked, described: Description, uri: Uri, path: str, *, is_complete: bool
 ) -> None:
     """Add a finding for each tensor with chunks that overlap or leave a gap: a load refuses it.
 
     is_complete: whether all chunks are described here, and none in the ``.metadata`` of another domain.
     """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     from ckptfs.dcp.tiling import fills, untiled
 
-    for key, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
+    for key in described.keys:
+        tensor = described.describe(key)
+        if tensor is None or fills(tensor.boxes, tensor.sizes):
             continue
-        pieces = [(tuple(one.offsets), tuple(one.sizes)) for one in entry.chunks]
-        if fills(pieces, tuple(entry.size)):
-            continue
-        held = sum(math.prod(lengths) for _, lengths in pieces)
-        if is_complete or held >= math.prod(entry.size):
-            what = untiled(key, pieces, tuple(entry.size)).message
+        held = sum(math.prod(lengths) for _, lengths in tensor.boxes)
+        if is_complete or held >= math.prod(tensor.sizes):
+            what = untiled(key, tensor.boxes, tensor.sizes).message
             result.add(Damage.METADATA, uri, what, _DO, path=path, tensors=(key,))
 
 
-def _decoded(storage: Storage, found: Found) -> Metadata:
-    from ckptfs.dcp.metadata.metadata_reader import decode_metadata
+def _decoded(storage: Storage, found: Found) -> Description:
+    from ckptfs.dcp.metadata.metadata_reader import read_inventory
 
     raw, manifest = read_limited(storage, found.metadata), found.manifest
     if manifest is not None:
@@ -712,15 +703,13 @@ def _decoded(storage: Storage, found: Found) -> Metadata:
         sealed = {f.digest for f in manifest.files if f.path == path}
         if sealed and digest_of(raw) not in sealed:
             raise ManifestError("it differs from what was committed")
-    shared = frozenset() if manifest is None else {f.path for f in manifest.files if f.is_shared}
-    return decode_metadata(raw, storage.uri(found.metadata), shared)
+    return read_inventory(raw, storage.uri(found.metadata), found.shared)
 
 
-def _by_path(metadata: Metadata) -> dict[str, list[tuple[int, int, str]]]:
+def _by_path(described: Description) -> dict[str, list[tuple[int, int, str]]]:
     found: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-    for index, place in metadata.storage_data.items():
-        ends = (place.offset, place.offset + place.length)
-        found[place.relative_path].append((*ends, index.fqn))
+    for (key, _), place in described.places().items():
+        found[place.path].append((place.offset, place.offset + place.length, key))
     for ranges in found.values():
         ranges.sort()
     return found

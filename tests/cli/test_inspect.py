@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +272,43 @@ def test_the_files_of_a_directory_are_listed_beside_its_tensors(cli: Cli, tmp_pa
     assert keys(ran) == ["w"]
     assert sorted(file["path"] for file in ran["file_list"]) == ["config.json", "model.safetensors"]
     assert "config.json" in cli("inspect", tmp_path / "run" / "hf_1").out
+
+
+# -- without torch ---------------------------------------------------------------------------------
+
+WITHOUT_TORCH = (
+    "import sys; from ckptfs.cli.main import main\n"
+    "try: main(sys.argv[1:])\n"
+    "except SystemExit as ended: code = ended.code\n"
+    "assert 'torch' not in sys.modules\n"
+    "sys.exit(code)"
+)
+
+
+CODES = {
+    ("inspect", "ONE"): (OK, OK),
+    ("inspect", "ONE", "--json"): (OK, OK),
+    ("inspect", "ONE", "TWO"): (NO, NO),
+    ("inspect", "ONE", "TWO", "--no-read", "--json"): (NO, NO),
+    ("verify", "ONE"): (OK, OK),
+    ("verify", "--deep", "ONE", "TWO"): (OK, UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("origin", ["ours", "stock"])
+@pytest.mark.parametrize("words", CODES, ids=" ".join)
+def test_no_torch_where_no_tensor_is_made(
+    tmp_path: Path, origin: str, words: tuple[str, ...]
+) -> None:
+    """In an interpreter of its own: of two checkpoints that differ in a shape, or in bytes with digests."""
+    states = [{"w": torch.full((3, 4), n), "wide": torch.zeros(n), "step": 3} for n in (1, 2)]
+    for name, state in zip(("one", "two"), states, strict=True):
+        if origin == "ours":
+            ckptfs.save(state, tmp_path / name)
+        else:
+            dcp.save({"wide": state["wide"]}, checkpoint_id=tmp_path / name, no_dist=True)
+    places = {"ONE": str(tmp_path / "one"), "TWO": str(tmp_path / "two")}
+    call = [sys.executable, "-c", WITHOUT_TORCH, *(places.get(word, word) for word in words)]
+    ran = subprocess.run(call, capture_output=True, text=True, check=False, timeout=400)
+    assert ran.returncode == CODES[words][origin == "stock"], ran
+    assert ran.stderr == ""

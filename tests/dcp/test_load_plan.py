@@ -35,13 +35,12 @@ import ckptfs._torch as ckptfs_torch
 from ckptfs.dcp.metadata.metadata_reader import (
     Columns,
     Inventory,
-    Renamed,
     SavedTensor,
-    TorchInventory,
     decode_metadata,
     read_inventory,
 )
 from ckptfs.dcp.metadata.metadata_writer import encode_metadata
+from ckptfs.dcp.metadata.torch_inventory import Renamed, TorchInventory
 from ckptfs.dcp.planning.state_dicts import flat_to_load, marked_key, unmarked_key, view_for
 from ckptfs.dcp.read.load_planner import LoadPlanner, RequestedKeys, unexpected_keys
 from ckptfs.dcp.read.read_plan import Read, meetings

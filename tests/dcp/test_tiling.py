@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 
 import ckptfs
 from ckptfs import _torch
-from ckptfs.dcp.metadata.metadata_reader import TorchInventory, decode_metadata
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata
 from ckptfs.dcp.metadata.metadata_writer import encode_metadata
+from ckptfs.dcp.metadata.torch_inventory import TorchInventory
 from ckptfs.dcp.planning.saved_state import Saved
 from ckptfs.dcp.read.load_planner import LoadPlanner
 from ckptfs.dcp.tiling import fills

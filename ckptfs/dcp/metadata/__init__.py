@@ -9,5 +9,6 @@ Entry points:
 
     metadata_writer  from the columns of a save's plan, or from torch's objects
     metadata_reader  what a load needs to know, by key
+    torch_inventory  the same of torch's objects
     pickle_scan      checks what ``torch.save`` wrote before torch unpickles it
 """

@@ -1,6 +1,7 @@
 """Read ``.metadata`` without trusting it.
 
-    read_inventory(data, where)     what a load asks for, by key; torch's objects only on request
+    read_inventory(data, where)     what a load asks for, by key; torch's objects only on request. It is a
+                                    Description too: all of it, for who reads no tensor and has no torch
     decode_metadata(data, where)    all of it as torch's objects
 
 An ``Inventory`` answers by key:
@@ -8,9 +9,9 @@ An ``Inventory`` answers by key:
     inventory.tensor(key)            SavedTensor: sizes, dtype, boxes of the chunks; None for an object
     inventory.place(key, offsets)    the file, the offset and the length of an item
 
-    TorchInventory  over torch's objects
-    Columns    over the decoded contents of a file
-    Renamed    over either: a rank's own keys (per_rank=) under their plain names
+    Columns           over the decoded contents of a file
+    TorchInventory    over torch's objects, in ``torch_inventory``
+    Renamed           over either: a rank's own keys (per_rank=) under their plain names, there too
 
 A checkpoint may come from a bucket that others write to, and a pickle is a program (pytorch #189308).
 ``ckptfs.dcp.metadata.metadata_pickle`` decodes it without running it. Here everything is checked once, in
@@ -67,11 +68,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Box",
     "Columns",
+    "Description",
     "Inventory",
     "Place",
-    "Renamed",
+    "Places",
     "SavedTensor",
-    "TorchInventory",
+    "TensorDescription",
     "decode_metadata",
     "nowhere",
     "read_inventory",
@@ -121,84 +123,33 @@ class Inventory(Protocol):
         """Return all of it as torch's objects, which are made now."""
 
 
-class TorchInventory:
-    """Metadata that exists as torch's objects."""
+class TensorDescription(NamedTuple):
+    """What is known of a tensor without torch; ``boxes`` are those of its chunks."""
 
-    def __init__(self, metadata: Metadata) -> None:
-        from torch.distributed.checkpoint import metadata as classes
-
-        self._metadata = metadata
-        self._classes = classes
-
-    @property
-    def keys(self) -> Collection[str]:
-        """As ``Inventory.keys``."""
-        return self._metadata.state_dict_metadata.keys()
-
-    def tensor(self, key: str) -> SavedTensor | None:
-        """As ``Inventory.tensor``."""
-        saved = self._metadata.state_dict_metadata[key]
-        if not isinstance(saved, self._classes.TensorStorageMetadata):
-            return None
-        dtype: Any = saved.properties.dtype
-        return SavedTensor(saved.size, dtype, saved.chunks, _box_of_chunk)
-
-    def place(self, key: str, offsets: Sequence[int] | None) -> Place:
-        """As ``Inventory.place``."""
-        info: Any = self._metadata.storage_data.get(self._classes.MetadataIndex(key, offsets))
-        if info is None:
-            raise nowhere(key)
-        refuse_extensions(info, key)
-        return Place(info.relative_path, info.offset, info.length)
-
-    def number(self, key: str, offsets: Sequence[int]) -> int | None:
-        """Return None: a look-up in torch's metadata does not give an item's hint."""
-        return None
-
-    def metadata(self) -> Metadata:
-        """As ``Inventory.metadata``."""
-        return self._metadata
+    dtype: Dtype
+    sizes: Sequence[int]
+    boxes: Sequence[Box]
 
 
-class Renamed:
-    """Another inventory with new names for some keys."""
+Places = Mapping[tuple[str, tuple[int, ...] | None], Place]  # by key and offsets; None of an object
 
-    def __init__(self, inventory: Inventory, names: Mapping[str, str]) -> None:
-        """Rename keys; ``names``: the key in ``inventory`` -> the new key."""
-        self._inventory = inventory
-        self._names = names
-        self._stored = {new: old for old, new in names.items()}
-        self._keys = dict.fromkeys(names.get(key, key) for key in inventory.keys)
-        self._metadata: Metadata | None = None
+
+class Description(Inventory, Protocol):
+    """All of a checkpoint's metadata, for who reads no tensor and needs no torch."""
 
     @property
-    def keys(self) -> Collection[str]:
-        """As ``Inventory.keys``."""
-        return self._keys.keys()
+    def paths(self) -> Mapping[str, Any]:
+        """The place in the nested state dict of each key; empty if that is not known."""
 
-    def tensor(self, key: str) -> SavedTensor | None:
-        """As ``Inventory.tensor``."""
-        return self._inventory.tensor(self._stored.get(key, key))
+    @property
+    def save_id(self) -> Any:
+        """The id of the save that it names; None if it names none."""
 
-    def place(self, key: str, offsets: Sequence[int] | None) -> Place:
-        """As ``Inventory.place``."""
-        return self._inventory.place(self._stored.get(key, key), offsets)
+    def describe(self, key: str) -> TensorDescription | None:
+        """Return the tensor under a saved key; None for an object."""
 
-    def number(self, key: str, offsets: Sequence[int]) -> int | None:
-        """As ``Inventory.number``."""
-        return self._inventory.number(self._stored.get(key, key), offsets)
-
-    def metadata(self) -> Metadata:
-        """As ``Inventory.metadata``."""
-        if self._metadata is None:
-            from ckptfs.dcp.planning.state_dicts import renamed_metadata
-
-            self._metadata = renamed_metadata(self._inventory.metadata(), self._names)
-        return self._metadata
-
-
-def _box_of_chunk(chunk: Any) -> Box:
-    return chunk.offsets, chunk.sizes
+    def places(self) -> Places:
+        """Return the places of all items, also of those that only another reader can read."""
 
 
 def nowhere(key: str) -> ManifestError:
@@ -228,7 +179,7 @@ _KINDS = 1000  # kinds of tensors in one checkpoint: dtypes, layouts, requires_g
 _DEPTH = 50  # of the values that a planner may have put into planner_data
 
 
-def read_inventory(data: bytes, where: object, shared: Collection[str] = ()) -> Inventory:
+def read_inventory(data: bytes, where: object, shared: Collection[str] = ()) -> Columns:
     """Read the metadata in ``data``, executing nothing, in time and memory of its length.
 
     Args:
@@ -351,6 +302,35 @@ class Columns:
             with gc_paused():
                 self._metadata = self._made()
         return self._metadata
+
+    # -- as a Description
+
+    @property
+    def paths(self) -> Mapping[str, Any]:
+        """As ``Description.paths``."""
+        found = self._others.get("planner_data")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def save_id(self) -> Any:
+        """As ``Description.save_id``."""
+        named = self._others.get("storage_meta")
+        return named.get("save_id") if isinstance(named, _StorageFields) else None
+
+    def describe(self, key: str) -> TensorDescription | None:
+        """As ``Description.describe``."""
+        entry = self._entries[key]
+        if entry is None:
+            return None
+        return TensorDescription(entry.properties[0], entry.size, entry.chunks)
+
+    def places(self) -> Places:
+        """As ``Description.places``."""
+        found: dict[tuple[str, Any], Place] = {}
+        for at, number in self._found_places().items():
+            path, offset, length = self._infos[number]
+            found[at] = Place(self._renamed.get(path, path), offset, length)
+        return found
 
     def _found_places(self) -> dict[tuple[str, Any], int]:
         if self._places is None:

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfs import _torch
-from ckptfs.dcp.metadata.metadata_reader import Inventory, SavedTensor, TorchInventory
+from ckptfs.dcp.metadata.metadata_reader import Inventory, SavedTensor
+from ckptfs.dcp.metadata.torch_inventory import TorchInventory
 from ckptfs.dcp.planning.leaves import WAYS_OUT, Objects, load_leaf
 from ckptfs.dcp.planning.state_dicts import Path, containers, flat_to_load, listed, unmarked_key
 from ckptfs.dcp.python_gc import gc_paused
