@@ -1,26 +1,32 @@
-"""What a save and a load cost that move next to nothing, by how many processes there are.
+"""What saves and loads cost that move next to nothing, by how many processes there are: jobs of torchrun.
 
-    python -m benchmarks.floors fixed --ranks 4,16,32        minutes: each number of ranks is a torchrun job
-    torchrun fixed.py DIRECTORY RESULT ROUNDS                one such job
+    python -m benchmarks.floors fixed --ranks 4,16,32          saves and loads, everybody in turn: minutes
+    python -m benchmarks.save_load                             saves alone, and what a commit consists of
+    torchrun fixed.py turns|commits DIRECTORY RESULT NUMBER    one such job: of so many rounds, or saves
 
-One KiB a rank, sharded. Everybody in turn, each round another one first: a save of each, then a load of each of
-what it saved, from the page cache, into zeros. Inside the clock (ckptfs.bench.clock) is the call alone, until the
-last rank has returned. ckptfs saves and loads in a run that is held, as a training loop does; stock DCP into a
-new directory. What was loaded is compared outside of the clock. Rank 0 writes what was found as JSON.
+One KiB a rank, sharded. Inside the clock (ckptfs.bench.clock) is the call alone, until the last rank has
+returned. ckptfs in a run that is held saves and loads as a training loop does; stock DCP uses a new
+directory. Rank 0 writes what was found as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,10 +34,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ckptfs
 from benchmarks import telling
-from benchmarks.jobs import run_rank, torchrun
 from ckptfs.bench.clock import Clock
 from ckptfs.bench.machine import filesystem
-from ckptfs.bench.rank import TorchGroup
+from ckptfs.bench.rank import TorchGroup, joined_group
 from ckptfs.bench.results import Engine, Phase, Result, Sample, Target, Workload
 
 NUMEL = 256  # float32 of each rank: 1 KiB
@@ -44,16 +49,21 @@ PROMISES = {
     "dcp": ("data files fsynced, not their directory", "nothing"),
     "dcp:fsspec": ("data files fsynced, not their directory", "nothing"),
 }
+SAVE_PHASES = ("plan_s", "stage_s", "write_s", "sync_s", "commit_s")
 TIMEOUT_S = 1800.0  # of one job
 
 Turn = Callable[[int], None]
 
 
-# -- one rank ------------------------------------------------------------------------------------
+# -- one rank: turns ------------------------------------------------------------------------------------
 
 
-def measure(group: TorchGroup, home: Path, rounds: int) -> dict[str, Any]:
-    """Collective. (seconds, CPU seconds) by engine and phase, of ``rounds`` rounds and one before them."""
+def turns_of(group: TorchGroup, home: Path, rounds: int) -> dict[str, Any]:
+    """Collective. (seconds, CPU seconds) by engine and phase, of ``rounds`` rounds and one before them.
+
+    Each round another one first: a save of each, then a load of each of what it saved, from the page cache,
+    into zeros. What was loaded is compared outside of the clock.
+    """
     mesh = init_device_mesh("cpu", (group.size,))
     mine, got = torch.rand(NUMEL) + 1, torch.zeros(NUMEL)
     saved, loaded = (
@@ -104,6 +114,57 @@ def _stock(writer: Any, reader: Any, home: Path, saved: Any, loaded: Any) -> tup
     return save, load
 
 
+# -- one rank: commits ------------------------------------------------------------------------------
+
+
+def commits_of(group: TorchGroup, home: Path, saves: int) -> dict[str, Any]:
+    """Collective. (seconds, CPU seconds) of each save, by engine; phases and operations of a held run."""
+    mesh = init_device_mesh("cpu", (group.size,))
+    tiny = {"x": DTensor.from_local(torch.rand(1, 256), mesh, [Shard(0)], run_check=False)}
+    results: list[ckptfs.SaveResult] = []
+
+    def each(save: Callable[[int], None]) -> list[tuple[float, float]]:
+        """Of all saves but the first, which makes what the others find."""
+        clock = Clock(group)
+        spent = [clock.time(partial(save, number)) for number in range(saves + 1)]
+        return [(one.wall_s, one.cpu_s) for one in spent[1:]]
+
+    def stock(n: int) -> None:
+        dcp.save(tiny, storage_writer=dcp.FileSystemWriter(str(home / f"stock_{n}")))
+
+    def alone(n: int) -> None:
+        ckptfs.save(tiny, str(home / f"alone/step_{n}"))
+
+    found: dict[str, Any] = {"dcp": each(stock), "ckptfs": each(alone)}
+    with ckptfs.prepare_run(str(home / "held")) as run:
+
+        def held(n: int) -> None:
+            results.append(ckptfs.save(tiny, str(home / f"held/step_{n}"), run=run))
+
+        found["ckptfs in a held run"] = each(held)
+    found["phases_in_run_s"] = {
+        phase: statistics.median(getattr(result.total, phase) for result in results[1:])
+        for phase in SAVE_PHASES
+    }
+    return {**found, "operations": _operations(group, home, tiny)}
+
+
+def _operations(group: TorchGroup, home: Path, tiny: dict[str, Any]) -> dict[str, int]:
+    """Storage operations of one save in a held run, all ranks together, by name."""
+    trace = home / "trace"
+    os.environ["CKPTFS_TEST_TRACE"] = str(trace)
+    mine = Path(f"{trace}.{group.rank}")
+    uri = f"faults+file://{home}/traced"
+    with ckptfs.prepare_run(uri) as run:
+        ckptfs.save(tiny, f"{uri}/step_1", run=run)
+        before = len(mine.read_text().splitlines()) if mine.exists() else 0
+        ckptfs.save(tiny, f"{uri}/step_2", run=run)
+        lines = mine.read_text().splitlines()[before:] if mine.exists() else []
+    del os.environ["CKPTFS_TEST_TRACE"]
+    told = group.gather(Counter(line.split()[1] for line in lines))
+    return dict(sorted(sum(told, Counter()).items()))
+
+
 # -- all jobs ------------------------------------------------------------------------------------
 
 
@@ -116,7 +177,8 @@ def measured(
     for size in ranks:
         say(f"fixed: {size} ranks")
         with tempfile.TemporaryDirectory(prefix="ckptfs-fixed-", dir=within) as directory:
-            samples += _job(size, rounds, Path(directory))
+            found = job(size, "turns", Path(directory), rounds)
+            samples += _samples(size, found)
     about = telling.about("floors", within, PACKAGES, started, load_before)
     return Result(
         what="what a save and a load of next to nothing cost, beside torch.distributed.checkpoint",
@@ -136,10 +198,7 @@ def _name(ranks: int) -> str:
     return f"1 KiB a rank, {ranks} ranks"
 
 
-def _job(ranks: int, rounds: int, directory: Path) -> list[Sample]:
-    result = directory / "result.json"
-    torchrun(ranks, [__file__, str(directory), str(result), str(rounds)], timeout_s=TIMEOUT_S)
-    found = json.loads(result.read_text())
+def _samples(ranks: int, found: dict[str, Any]) -> list[Sample]:
     return [
         Sample(name, _name(ranks), PLACE, phase, number, wall_s, cpu_s, ranks * 4 * NUMEL)
         for name, phases in found.items()
@@ -148,5 +207,62 @@ def _job(ranks: int, rounds: int, directory: Path) -> list[Sample]:
     ]
 
 
+# -- a job -----------------------------------------------------------------------------------------
+
+
+def job(
+    ranks: int, what: str, directory: Path, number: int, *, timeout_s: float = TIMEOUT_S
+) -> dict[str, Any]:
+    """What rank 0 of one torchrun job found. what: a name of MEASURES."""
+    result = directory / "result.json"
+    arguments = [__file__, what, str(directory), str(result), str(number)]
+    _torchrun(ranks, arguments, timeout_s=timeout_s)
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def _torchrun(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> None:
+    """RuntimeError: it failed. TimeoutExpired: it took longer. On any end no process is left.
+
+    Where one rank fails torchrun ends the others, so nobody waits in a barrier for it.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), *arguments]
+    paths = [str(telling.HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(40)
+            process.kill()
+    if process.returncode:
+        raise RuntimeError(f"the job with {ranks} ranks failed:\n{output[-8000:]}")
+
+
+MEASURES: Mapping[str, Callable[[TorchGroup, Path, int], dict[str, Any]]] = {
+    "turns": turns_of,
+    "commits": commits_of,
+}
+
+
+def main() -> None:
+    """Measure as one rank."""
+    what, home, result, number = sys.argv[1:]
+    group = joined_group()
+    found = MEASURES[what](group, Path(home), int(number))
+    if group.rank == 0:
+        Path(result).write_text(json.dumps(found))
+    group.barrier()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    run_rank(measure)
+    main()

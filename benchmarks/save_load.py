@@ -4,29 +4,26 @@
     python -m benchmarks.save_load --mib 1 --rounds 1 --ranks 2 --commits 2      does it still run?
 
 ckptfs.bench measures saves and loads, once for each number of ranks; saves of next to nothing come
-from a torchrun job (commits.py). One result file, which ``ckptfs bench report`` draws. README.md says what
+from a torchrun job (fixed.py). One result file, which ``ckptfs bench report`` draws. README.md says what
 is compared and how.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks import goals, telling
-from benchmarks.jobs import torchrun
+from benchmarks.fixed import job
 from ckptfs.bench.messages import Asked, WorkloadAsked
 from ckptfs.bench.results import Result, Sample, Workload
 from ckptfs.bench.run import measure, target_asked
 
-HERE = Path(__file__).resolve().parent
 MIB, KIB = 1 << 20, 1 << 10
 OURS, STOCK, HELD = "ckptfs", "dcp", "ckptfs in a held run"
 GOAL = goals.Asked(OURS, (STOCK,), 1.05, where=lambda workload, _: not workload.startswith("1 KiB"))
@@ -80,7 +77,9 @@ def _named(result: Result, name: str) -> Result:
 def _committed(ranks: int, directory: Path, options: argparse.Namespace, like: Result) -> Result:
     """Saves of one KiB a rank; ``like``: what is the same for all parts of the result."""
     _say(f"{options.commits} commits of {ranks} ranks")
-    found = _job(ranks, options.commits, directory / f"commits_{ranks}", options.timeout_s)
+    home = directory / f"commits_{ranks}"
+    home.mkdir()
+    found = job(ranks, "commits", home, options.commits, timeout_s=options.timeout_s)
     name, uri = f"1 KiB a rank, {ranks} ranks", like.targets[0].uri
     steps = ", ".join(f"{k[:-2]} {1e3 * v:.1f} ms" for k, v in found["phases_in_run_s"].items())
     operations = ", ".join(f"{n} {name}" for name, n in found["operations"].items())
@@ -95,16 +94,6 @@ def _committed(ranks: int, directory: Path, options: argparse.Namespace, like: R
         ),
         notes=(f"{name}, in a held run: {steps}; storage operations: {operations}",),
     )
-
-
-def _job(ranks: int, commits: int, directory: Path, timeout_s: float) -> dict[str, Any]:
-    """One torchrun job of commits.py; what it found. On any end no process of it is left."""
-    directory.mkdir()
-    result = directory / "result.json"
-    arguments = [str(HERE / "commits.py"), str(directory), str(result), str(commits)]
-    torchrun(ranks, arguments, timeout_s=timeout_s)
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
 
 
 def _say(text: str) -> None:
