@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
 import ckptfs
-from ckptfs.commit.catalog.unlogged import Beside, oldest_first
+from ckptfs.commit.catalog.unlogged import UnloggedCheckpoint, oldest_first
 from ckptfs.commit.paths import number_order
 from tests.cli.conftest import Cli, Place, cli, no_accounts, place, radosgw
 
@@ -164,7 +164,10 @@ def test_the_order_does_not_depend_on_the_listing(
     names: list[str], times: list[int | None]
 ) -> None:
     """However a storage lists them, the order is one; of one pattern it is that of the numbers."""
-    found = [Beside(name, None, modified_s=at) for name, at in zip(names, times, strict=False)]
+    found = [
+        UnloggedCheckpoint(name, None, modified_s=at)
+        for name, at in zip(names, times, strict=False)
+    ]
     order = [one.name for one in oldest_first(found)]
     assert order == [one.name for one in oldest_first(reversed(found))]
     assert sorted(order) == sorted(names)

@@ -74,8 +74,8 @@ class Pace:
     longest_s: float = 10.0
     growth: float = 1.5
 
-    def rest_s(self, idle: int) -> float:
-        """Return the rest before poll number ``idle`` since the last news: first_s to longest_s."""
+    def pause_s(self, idle: int) -> float:
+        """Return the pause before poll number ``idle`` since the last news: first_s to longest_s."""
         # The exponent is bounded: a week of waiting would overflow the power.
         grown = min(self.longest_s, self.first_s * self.growth ** min(idle, 64))
         return min(self.longest_s, max(self.first_s, grown * random.uniform(0.75, 1.25)))  # noqa: S311
@@ -214,7 +214,7 @@ class Watcher:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise self._too_late(timeout_s or 0.0, trouble)
-            pause_s = self._pace.rest_s(idle)
+            pause_s = self._pace.pause_s(idle)
             if self._rest(pause_s if left is None else min(pause_s, left)):
                 return None
             idle += 1

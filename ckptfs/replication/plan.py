@@ -22,7 +22,7 @@ from enum import Enum, StrEnum
 
 from ckptfs.commit.catalog.catalog import find, live_of, looking_at, part_of, unlogged
 from ckptfs.commit.catalog.unlogged import (
-    Beside,
+    UnloggedCheckpoint,
     check_unlogged,
     list_unlogged,
     look_at_directory,
@@ -165,7 +165,7 @@ def loose_at(name: str, views: Views, storage: Storage) -> Loose | None:
     return Loose(origin, found.why)
 
 
-def _find_directory(name: str, views: Views, root: Uri) -> Program[Beside | None]:
+def _find_directory(name: str, views: Views, root: Uri) -> Program[UnloggedCheckpoint | None]:
     yield Refresh(name)
     return (yield from look_at_directory(name, views, root))
 
@@ -499,7 +499,7 @@ def _placed(here: Lookout, item: Item, *, is_given: bool) -> Item:
             "those of the copy"
         )
         return replace(item, status=Status.TO_REPLACE, note=note)
-    if not is_given and _was_there(here, item):
+    if not is_given and _is_deleted_copy(here, item):
         return replace(item, status=Status.DELETED)
     return item
 
@@ -516,7 +516,7 @@ def _may_replace(here: Lookout, item: Item, what: str) -> None:
     )
 
 
-def _was_there(here: Lookout, item: Item) -> bool:
+def _is_deleted_copy(here: Lookout, item: Item) -> bool:
     return any(
         origin_of(save.save_id) == item.origin and not save.aborted
         for view in here.target.values()

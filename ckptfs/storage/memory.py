@@ -239,7 +239,7 @@ class MemoryStorage(Storage):
                 return
             if start in tree.files:
                 if end in tree.dirs:
-                    raise self._taken(target)
+                    raise self._exists_error(target)
                 tree.files[end] = tree.files.pop(start)
                 return
             if f"{end}/".startswith(f"{start}/"):
@@ -247,7 +247,7 @@ class MemoryStorage(Storage):
             if end in tree.files or any(
                 name.startswith(f"{end}/") for name in (*tree.files, *tree.dirs)
             ):
-                raise self._taken(target)
+                raise self._exists_error(target)
             tree.files = {_moved(n, start, end): held for n, held in tree.files.items()}
             tree.dirs = {_moved(name, start, end) for name in tree.dirs}
 
@@ -259,7 +259,7 @@ class MemoryStorage(Storage):
             held = self._file("link", source)
             self._need_parent("link", target)
             if self._stands(end):
-                raise self._taken(target)
+                raise self._exists_error(target)
             self.tree.files[end] = held  # bytes that are never changed in place
 
     def remove(self, key: str) -> None:
@@ -335,7 +335,7 @@ class MemoryStorage(Storage):
         self._need_parent(action, key)
         path = self._path(key)
         if self.shape is Shape.FILESYSTEM and path in self.tree.dirs:
-            raise self._taken(key)
+            raise self._exists_error(key)
         self.tree.put(path, data)
 
     def _need_parent(self, action: str, key: str) -> None:
@@ -347,7 +347,7 @@ class MemoryStorage(Storage):
         reason = os.strerror(number)
         return NotFoundError(f"{action} failed: {reason}", errno=number, uri=self.uri(key))
 
-    def _taken(self, key: str) -> AlreadyExistsError:
+    def _exists_error(self, key: str) -> AlreadyExistsError:
         return AlreadyExistsError("the name exists already", uri=self.uri(key))
 
 

@@ -210,7 +210,9 @@ class WebHdfsStorage(Storage):
         if if_match is not None:
             raise UnsupportedError("HDFS has no conditional replace", uri=self.uri(key))
         target = self._path(key)
-        self._files.publish(self._files.write(_beside(target), data), target, self.uri(key))
+        self._files.publish(
+            self._files.write(_temporary_prefix(target), data), target, self.uri(key)
+        )
 
     def stat(self, key: str) -> Stat:
         found = self._status(key)
@@ -380,7 +382,7 @@ class WebHdfsStorage(Storage):
 # -- temporary files ---------------------------------------------------------------------------
 
 
-def _beside(path: str) -> str:
+def _temporary_prefix(path: str) -> str:
     """Return the prefix of temporary files for ``path``."""
     return f"{path.rpartition('/')[0]}/{_PARTIAL}"
 
@@ -558,7 +560,7 @@ class WebHdfsWriter(DataWriter):
         # Only here can the request be repeated with another DataNode and name, because sent bytes
         # are not kept.
         if self._put is None:
-            self._put = self._files.begin(_beside(self._target), self._tried)
+            self._put = self._files.begin(_temporary_prefix(self._target), self._tried)
         return self._put
 
     def _send(self, data: memoryview) -> None:

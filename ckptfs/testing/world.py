@@ -138,7 +138,7 @@ def thread_worlds(
         timeout_s: How many seconds of real time a step waits for a rank.
         job_id: The name of the job; None: it has none.
     """
-    shared = _Hall(worlds_of(size, nodes, job_id), timeout_s)
+    shared = _SharedState(worlds_of(size, nodes, job_id), timeout_s)
     return [ThreadControl(shared, rank, "") for rank in range(size)]
 
 
@@ -177,7 +177,7 @@ class _Step:
     deciding: bool = False
 
 
-class _Hall:
+class _SharedState:
     """The shared state of all ranks. ``news`` guards all fields."""
 
     def __init__(self, worlds: tuple[World, ...], timeout_s: float) -> None:
@@ -219,7 +219,7 @@ class ThreadControl:
         world: The World of this rank.
     """
 
-    def __init__(self, hall: _Hall, rank: int, path: str) -> None:
+    def __init__(self, hall: _SharedState, rank: int, path: str) -> None:
         self.world = hall.worlds[rank]
         self._shared = hall
         self._path = path

@@ -131,13 +131,16 @@ def doomed_at(
     """
     target = Uri.parse(uri)
     with looking_at(target.parent, storage_options) as look:
-        ids = {save.save_id for save in _doomed(look, target, storage_options, partial=partial)}
+        ids = {
+            save.save_id
+            for save in _saves_to_delete(look, target, storage_options, partial=partial)
+        }
     place = look_at(target, Wanted(everything=True), storage_options)
     lines = place.lines if isinstance(place, OneOf) else ()
     return tuple(line for line in lines if line.save_id in ids)
 
 
-def _doomed(
+def _saves_to_delete(
     look: Look, target: Uri, options: Mapping[str, Any] | None, *, partial: bool
 ) -> list[SaveState]:
     drive(refuse_partial_log(look), look.storage)
@@ -217,7 +220,9 @@ def remove(
     """
     target = Uri.parse(uri)
     with looking_at(target.parent, storage_options) as look:
-        elsewhere = _elsewhere(look, _doomed(look, target, storage_options, partial=partial))
+        elsewhere = _elsewhere(
+            look, _saves_to_delete(look, target, storage_options, partial=partial)
+        )
     with contextlib.closing(_open(target, uri, storage_options)) as storage:
         if not delete_checkpoint(storage, target.name, Takeover.DEAD):
             raise _gone(target)

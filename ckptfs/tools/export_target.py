@@ -321,7 +321,7 @@ def open_target(
     try:
         existing = refuse_taken(storage, target, ours=ours, overwrite=overwrite)
         if storage.capabilities.shape is Shape.FILESYSTEM:
-            with _beside(storage, target, ours, existing) as made:
+            with _through_partial(storage, target, ours, existing) as made:
                 yield made
         else:
             with _in_place(storage, target.name, existing.names, markers) as made:
@@ -331,7 +331,7 @@ def open_target(
 
 
 @contextlib.contextmanager
-def _beside(
+def _through_partial(
     storage: Storage, target: Uri, ours: re.Pattern[str], existing: ExistingTarget
 ) -> Iterator[ExportTarget]:
     name, unique = target.name, next(fresh_ids())
@@ -343,7 +343,7 @@ def _beside(
         storage.sync(partial)
         if existing.is_something:
             storage.rename(name, old)
-            replaced = _looked_again(storage, target, old, ours)
+            replaced = _checked_again(storage, target, old, ours)
         storage.rename(partial, name)
         storage.sync("")
     except BaseException:
@@ -357,7 +357,9 @@ def _beside(
         _remove(storage, old, replaced)
 
 
-def _looked_again(storage: Storage, target: Uri, old: str, ours: re.Pattern[str]) -> ExistingTarget:
+def _checked_again(
+    storage: Storage, target: Uri, old: str, ours: re.Pattern[str]
+) -> ExistingTarget:
     """Return what was moved aside. StateError if it now has something that no export wrote."""
     replaced = look(storage, old)
     strange = strangers(replaced, ours)

@@ -23,7 +23,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from ckptfs.commit.catalog.catalog import Look, Origin, find
-from ckptfs.commit.catalog.unlogged import Beside, is_overwritten, missing_data
+from ckptfs.commit.catalog.unlogged import UnloggedCheckpoint, is_overwritten, missing_data
 from ckptfs.commit.log.entries import GENESIS, Fence, Generation, Kind, Seal
 from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.operations import drive, read_limited
@@ -304,7 +304,7 @@ def age_s(created_at: str | None, now: datetime | None = None) -> float | None:
 _UNPROJECTED = "stock torch does not see it; the next owner of the run puts that right"
 
 
-def from_beside(line: Checkpoint, beside: Beside) -> Checkpoint:
+def from_beside(line: Checkpoint, beside: UnloggedCheckpoint) -> Checkpoint:
     """Return ``line`` with what was found in a directory that is not in the log, ``beside``."""
     checkpoint, manifest = beside.checkpoint, beside.manifest
     if checkpoint is None:

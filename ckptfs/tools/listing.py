@@ -40,7 +40,7 @@ from ckptfs.commit.catalog.catalog import (
     refuse_partial_log,
 )
 from ckptfs.commit.catalog.unlogged import (
-    Beside,
+    UnloggedCheckpoint,
     check_unlogged,
     look_at_directory,
     newest_unlogged,
@@ -132,7 +132,7 @@ def list_run(
         shown = shown[max(0, len(shown) - limit) :]  # lines that are not shown are not read
     loose: list[Checkpoint] = []
     if limit is None or len(shown) < limit or sort is not Sort.COMMIT or kinds:
-        loose = _beside(look, names)
+        loose = _unlogged_lines(look, names)
     lives = catalog(look.views)
     newest = lives[-1].seal if lives else None
 
@@ -172,14 +172,14 @@ def _candidates(look: Look, names: Collection[str]) -> list[_Candidate]:
     return [one for one in found if not names or one.line.name in names]
 
 
-def _beside(look: Look, names: Collection[str]) -> list[Checkpoint]:
+def _unlogged_lines(look: Look, names: Collection[str]) -> list[Checkpoint]:
     """Return lines for checkpoints that are not in the log, the oldest first."""
     entries = [Entry(name, is_dir=True) for name in names] or look.storage.list("")
 
-    def looked_at(name: str) -> Beside | None:
+    def find_in(name: str) -> UnloggedCheckpoint | None:
         return drive(look_at_directory(name, look.views, look.root), look.storage)
 
-    found = side_by_side(looked_at, unlogged_names(entries, look.views))
+    found = side_by_side(find_in, unlogged_names(entries, look.views))
     lines = [
         from_beside(Checkpoint(look.root / one.name, one.name, State.COMMITTED, None), one)
         for one in oldest_first(one for one in found if one is not None)

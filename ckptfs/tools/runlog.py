@@ -521,7 +521,7 @@ class RunWatcher:
                 if self._until_end and _ends(event):
                     return
             idle = 0 if events else idle + 1
-            if self._wait(self._pace.rest_s(idle)):
+            if self._wait(self._pace.pause_s(idle)):
                 return
 
     def _poll(self, idle: int) -> Iterator[RunEvent]:

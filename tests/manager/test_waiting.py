@@ -300,7 +300,7 @@ def test_failures_of_the_storage_are_waited_out_and_told(
 def test_rests_grow_from_half_a_second_to_ten_and_never_leave_that_range() -> None:
     """Backoff with jitter: bounded below and above, different each time, long after a week too."""
     pace = Pace()
-    rests = [[pace.rest_s(idle) for _ in range(50)] for idle in (0, 3, 20, 10**6)]
+    rests = [[pace.pause_s(idle) for _ in range(50)] for idle in (0, 3, 20, 10**6)]
     assert all(0.5 <= rest <= 10 for row in rests for rest in row)
     assert len(set(rests[1])) > 1
     assert max(rests[0]) < min(rests[1]) < max(rests[1]) < min(rests[2])

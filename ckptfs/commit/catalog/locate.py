@@ -182,7 +182,7 @@ def locate(session: RunSession, name: str) -> Found:
         if view is None:
             return None
         domain, state = view
-        is_replaced = _is_saved_over(session, name, view, ahead)
+        is_replaced = _is_replaced_by_other(session, name, view, ahead)
         if ids is None or not state.saves.settled.size:
             return _LogReport(view, is_complete=True, is_saved_over=is_replaced)
         return _LogReport(
@@ -282,7 +282,7 @@ def _pop_found(ahead: dict[str, Found | CkptfsError], save_id: str) -> Found | N
     return found
 
 
-def _is_saved_over(
+def _is_replaced_by_other(
     session: RunSession, name: str, view: View, ahead: dict[str, Found | CkptfsError]
 ) -> bool:
     """Whether another program's ``.metadata`` is in the place of this save's. One process of each domain checks

@@ -64,8 +64,8 @@ from ckptfs.storage.base import Entry, Shape, Stat
 from ckptfs.uri import Uri
 
 __all__ = [
-    "Beside",
     "Unlogged",
+    "UnloggedCheckpoint",
     "check_unlogged",
     "data_paths",
     "is_overwritten",
@@ -85,7 +85,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class UnloggedCheckpoint:
     """A directory that is a checkpoint, or was going to be one.
 
     checkpoint is None if it cannot be loaded; ``why`` then says the reason. manifest is None for a plain DCP
@@ -116,7 +116,7 @@ class Beside:
         return then.replace(tzinfo=then.tzinfo or UTC).timestamp()
 
 
-def oldest_first(found: Iterable[Beside]) -> list[Beside]:
+def oldest_first(found: Iterable[UnloggedCheckpoint]) -> list[UnloggedCheckpoint]:
     """Return checkpoints that no log orders, the newest last. Pure.
 
     They are ordered by their steps, if all have one and the names without a manifest differ only in
@@ -265,7 +265,7 @@ def _is_checkpoint(name: str) -> Program[bool]:
     return False
 
 
-def look_at_directory(name: str, views: Views, root: Uri) -> Program[Beside | None]:
+def look_at_directory(name: str, views: Views, root: Uri) -> Program[UnloggedCheckpoint | None]:
     """Examine a directory with a name that no live save has. None: no checkpoint, or the log's."""
     yield Refresh(name)  # a file that this node found missing earlier may exist now
     try:
@@ -278,13 +278,13 @@ def look_at_directory(name: str, views: Views, root: Uri) -> Program[Beside | No
     try:
         manifest = decode_manifest(raw, root / name)
     except ManifestError as error:
-        return Beside(name, None, why=error.message)
+        return UnloggedCheckpoint(name, None, why=error.message)
     if manifest.save_id == name or is_of_log(name, manifest, views):
         return None  # the data directory of a step that is listed as a run, or a save of the log
     missing = yield from missing_files(manifest, name)
     if not _enough(manifest, missing):
         why = f"{len(missing)} of {len(manifest.files)} files are missing or have another size"
-        return Beside(name, None, manifest, f"{why}: an interrupted copy")
+        return UnloggedCheckpoint(name, None, manifest, f"{why}: an interrupted copy")
     checkpoint = Checkpoint(
         root / name,
         manifest.step,
@@ -295,16 +295,16 @@ def look_at_directory(name: str, views: Views, root: Uri) -> Program[Beside | No
         tuple(d.id for d in manifest.domains),
         parts=tuple(ref.name for ref in manifest.parts),
     )
-    return Beside(name, checkpoint, manifest)
+    return UnloggedCheckpoint(name, checkpoint, manifest)
 
 
-def _stock(name: str, root: Uri) -> Program[Beside | None]:
+def _stock(name: str, root: Uri) -> Program[UnloggedCheckpoint | None]:
     try:
         stat: Stat = yield StatOf(f"{name}/{METADATA}")
     except NotFoundError:
         return None
     checkpoint = Checkpoint(root / name, step_in(name), None, Kind.CHECKPOINT, Origin.STOCK)
-    return Beside(name, checkpoint, modified_s=stat.modified_s)
+    return UnloggedCheckpoint(name, checkpoint, modified_s=stat.modified_s)
 
 
 def _enough(manifest: Manifest, missing: tuple[str, ...]) -> bool:

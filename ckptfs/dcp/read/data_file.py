@@ -503,7 +503,7 @@ def verify_file(source: Source, path: str) -> Counters:
     with open_data(source, path) as reader, ReadPool.of(reader) as pool:
         file = DataFile(reader, source, path, digests)
         file.check_size(max((item.offset + item.length for item in digests.values()), default=0))
-        for request in _whole_file(file, digests.values(), Cutting.of(reader)):
+        for request in _requests_of_file(file, digests.values(), Cutting.of(reader)):
             pool.submit(partial(run_request, file, request, scratch), ran.append)
         while pool.wait():
             pass
@@ -517,7 +517,7 @@ def verify_file(source: Source, path: str) -> Counters:
     )
 
 
-def _whole_file(
+def _requests_of_file(
     file: DataFile, items: Iterable[ItemDigests], cutting: Cutting
 ) -> Iterator[Request]:
     gatherer = Gatherer(cutting)

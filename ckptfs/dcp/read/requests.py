@@ -1,6 +1,6 @@
 """Pieces of a load as ranges of their file, each with what is done with its bytes.
 
-    payload known    whole_wants     all of it, into place: most items of most checkpoints
+    payload known    full_wants      all of it, into place: most items of most checkpoints
                      payload_wants   any parts of one saved tensor: into place, or through scratch
                      head_want       read first if only torch's usual head shows where the payload is
     payload unknown  blob_wants      the whole item, for an unpickler
@@ -40,12 +40,12 @@ __all__ = [
     "Payload",
     "SavedItem",
     "blob_wants",
+    "full_wants",
     "head_want",
     "is_plain",
     "payload_wants",
     "unpickle",
     "usual_want",
-    "whole_wants",
 ]
 
 
@@ -106,7 +106,7 @@ class Payload:
         return Payload(read.offset, len(usual.head), size_bytes, is_sure=False)
 
 
-def whole_wants(
+def full_wants(
     file: DataFile,
     digests: ItemDigests,
     read: Read,

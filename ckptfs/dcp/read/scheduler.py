@@ -60,12 +60,12 @@ from ckptfs.dcp.read.requests import (
     Payload,
     SavedItem,
     blob_wants,
+    full_wants,
     head_want,
     is_plain,
     payload_wants,
     unpickle,
     usual_want,
-    whole_wants,
 )
 from ckptfs.dcp.write.host_memory import memory_of
 from ckptfs.errors import CkptfsError, StorageError
@@ -248,7 +248,7 @@ class Work:
         out = memory_of(target)
         if digests is not None:
             window_bytes = reading.cutting.window
-            wants = whole_wants(file, digests, read, owner, out, window_bytes=window_bytes)
+            wants = full_wants(file, digests, read, owner, out, window_bytes=window_bytes)
         elif payload is not None:
             wants = [usual_want(payload, read, owner, out)]
         for want in wants:

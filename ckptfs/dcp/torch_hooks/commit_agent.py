@@ -107,7 +107,7 @@ class Handover:
         for future in (self.order, self.part, self.files):
             _fail(future, StateError(f"the save was abandoned: {why}", rank=self.rank))
 
-    def hand_over(self, future: Future[T], value: T) -> None:
+    def deliver(self, future: Future[T], value: T) -> None:
         """Pass a value from a hook to the agent. StateError if the save was given up before that."""
         _fulfil(future, value)
         error = future.exception()

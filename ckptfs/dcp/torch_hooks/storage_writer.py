@@ -251,7 +251,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             plan = self._with_copies(plan)
             try:
                 part = self._write(plan, planner, attempt, begun.domain)
-                handover.hand_over(handover.part, part)
+                handover.deliver(handover.part, part)
             except BaseException as error:
                 # The agents receive the error at once, and clean up while torch sends it to the other
                 # ranks.
@@ -348,7 +348,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         with crossing(self._rank):
             try:
                 save_id = handover.wait(handover.begun, "the attempt's begin").attempt.save_id
-                handover.hand_over(handover.files, self._describe(metadata, results, save_id))
+                handover.deliver(handover.files, self._describe(metadata, results, save_id))
             except BaseException as error:
                 handover.fail(handover.files, error)
                 raise

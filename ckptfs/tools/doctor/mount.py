@@ -80,7 +80,7 @@ class FreeSpace:
 
 def measure_free_space(session: Session) -> list[FreeSpace]:
     """Return the free space by rank, with writes that failed for lack of space. Collective."""
-    spaces = session.control.step("doctor.room", lambda: _room(session.run))
+    spaces = session.control.step("doctor.room", lambda: _free_space(session.run))
     full = [
         next((r for r in s.values() if r is not None and r.why is Why.NO_SPACE), None)
         for s in session.access
@@ -88,7 +88,7 @@ def measure_free_space(session: Session) -> list[FreeSpace]:
     return [replace(t, full=t.full or f) for t, f in zip(spaces, full, strict=True)]
 
 
-def _room(storage: Storage) -> FreeSpace:
+def _free_space(storage: Storage) -> FreeSpace:
     try:
         found = storage.space()
     except StorageError as error:
