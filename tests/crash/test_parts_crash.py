@@ -94,7 +94,7 @@ def prepared(base: Path, *, shared: bool) -> Cast:
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "nodes"])
 @pytest.mark.parametrize(
-    "stride", [pytest.param(9, id="sample"), pytest.param(1, id="all", marks=pytest.mark.campaign)]
+    "stride", [pytest.param(19, id="sample"), pytest.param(1, id="all", marks=pytest.mark.campaign)]
 )
 def test_killed_at_every_operation_leaves_all_parts_or_none(
     memory_path: Path, shared: bool, stride: int
@@ -119,7 +119,7 @@ def test_killed_at_every_operation_leaves_all_parts_or_none(
 @pytest.mark.parametrize(
     "stride",
     [
-        pytest.param(9, id="sample"),
+        pytest.param(19, id="sample"),
         pytest.param(1, id="all", marks=[pytest.mark.campaign, pytest.mark.timeout(0)]),
     ],
 )

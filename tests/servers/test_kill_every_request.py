@@ -22,7 +22,7 @@ def check(verdicts: list[Verdict]) -> None:
 
 @pytest.mark.parametrize(
     ("scenario", "stride", "client"),
-    [("fresh", 23, "auto"), ("replace", 53, "auto"), ("fresh", 37, "s3fs")],
+    [("fresh", 37, "auto"), ("replace", 97, "auto"), ("fresh", 37, "s3fs")],
 )
 def test_killed_at_some_requests(radosgw: Server, scenario: str, stride: int, client: str) -> None:
     """A sample of the deaths: before, within and after a request."""

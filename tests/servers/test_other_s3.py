@@ -28,6 +28,11 @@ EXCLUSIVE = {
     "seaweedfs": True,
     "localstack": True,
 }
+# LocalStack takes long to start and answers with moto, which the other tests start anyway.
+SERVERS = [
+    pytest.param(kind, marks=pytest.mark.campaign if kind == "localstack" else ())
+    for kind in EXCLUSIVE
+]
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +70,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.arange(3 << 20, dtype=torch.float32) + step, "b": torch.full((7,), step)}
 
 
-@pytest.mark.parametrize("kind", EXCLUSIVE)
+@pytest.mark.parametrize("kind", SERVERS)
 def test_a_run_on_it(kind: str, request: pytest.FixtureRequest) -> None:
     """Saves in parts with retention, a list, a load; what it lacks is found out and told."""
     server: Server = request.getfixturevalue(kind)
@@ -83,7 +88,7 @@ def test_a_run_on_it(kind: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("writers", [4, pytest.param(16, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("kind", [kind for kind, excludes in EXCLUSIVE.items() if excludes])
+@pytest.mark.parametrize("kind", [server for server in SERVERS if EXCLUSIVE[server.values[0]]])
 def test_writers_race_on_it(kind: str, writers: int, request: pytest.FixtureRequest) -> None:
     """Where conditions are honoured, one of 4 or 16 processes commits, the others conflict and leave nothing."""
     server: Server = request.getfixturevalue(kind)
