@@ -197,7 +197,7 @@ def load_safetensors(
                     {k for keys in wanted for k in keys},
                 ),
             )
-            planned = plan_load(state_dict, layout.metadata, control, strict=strict)
+            planned = plan_load(state_dict, layout.metadata(), control, strict=strict)
             source = layout.source(
                 source_of(session.storage, found, checking, control.rank, control.size)
             )

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptfs.commit.digests import ItemDigests
-from ckptfs.dcp.metadata.metadata_reader import Columns, Description
+from ckptfs.dcp.metadata.metadata_reader import Description
 from ckptfs.dcp.metadata.torch_inventory import TorchInventory
 from ckptfs.dcp.metadata.torch_names import TORCH, Dtype, dtype_of
 from ckptfs.dcp.read.boxes import narrowed, pieces_of
@@ -379,9 +379,9 @@ class SavedContents(Contents):
     def __init__(self, source: Source, metadata: Metadata | Description) -> None:
         self._source = source
         self._description: Description = (
-            metadata
-            if isinstance(metadata, Columns | TorchInventory)
-            else TorchInventory(cast("Metadata", metadata))
+            TorchInventory(cast("Metadata", metadata))
+            if hasattr(metadata, "state_dict_metadata")
+            else metadata
         )
         self._digests: dict[str, Mapping[int, ItemDigests] | None] = {}
         self.leaves = _leaves_of(self._description)

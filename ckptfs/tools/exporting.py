@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ckptfs.commit.paths import METADATA
 from ckptfs.commit.save.spec import fresh_ids
 from ckptfs.dcp.metadata.metadata_writer import describe, encode_metadata
+from ckptfs.dcp.metadata.torch_names import dtype_of
 from ckptfs.dcp.object_file import write_object
 from ckptfs.dcp.planning.leaves import dtype_round_trips, first_line
 from ckptfs.dcp.read.boxes import narrowed, pieces_of
@@ -495,13 +496,13 @@ def _pieces(
 def _plan(tensors: Sequence[Chosen], limit_bytes: int) -> tuple[PlannedFile, ...]:
     held = []
     for one in tensors:
-        if one.dtype is None or dtype_name(one.dtype) is None:
+        if one.dtype is None or dtype_name(dtype_of(one.dtype)) is None:
             raise StateError(
                 f"{one.leaf.key!r}: safetensors has no {one.dtype}",
                 hint="--dtype converts floating point tensors; --filter leaves others out",
             )
         shape = one.leaf.shape if isinstance(one.leaf, TensorLeaf) else ()
-        held.append(Held(Entry(one.key, one.dtype, shape), (0,)))
+        held.append(Held(Entry(one.key, dtype_of(one.dtype), shape), (0,)))
     if not held:
         raise StateError("there is no tensor to export", hint="safetensors holds tensors only")
     return plan_files(held, max_bytes=limit_bytes, world=1)

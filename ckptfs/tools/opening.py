@@ -37,6 +37,8 @@ from ckptfs.control.world import World
 from ckptfs.dcp.metadata.metadata_reader import read_inventory
 from ckptfs.dcp.metadata.pickle_scan import advise_on_torch, check_archive
 from ckptfs.dcp.read.data_file import Source, Verify, source_of
+from ckptfs.dcp.safetensors.safetensors_format import SUFFIX
+from ckptfs.dcp.safetensors.safetensors_reader import read_file_layout, read_layout
 from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError, StateError, StorageError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
@@ -301,23 +303,19 @@ def open_contents(
 def _directory(
     storage: Storage, found: Found, source: Source, verify: Verify
 ) -> tuple[Format, Contents]:
-    from ckptfs.dcp.safetensors.safetensors_reader import read_layout
-
     try:
         layout = read_layout(storage, found, verify)
     except NotFoundError:
         return Format.FILES, _NoLeaves()
-    return Format.SAFETENSORS, SavedContents(layout.source(source), layout.metadata)
+    return Format.SAFETENSORS, SavedContents(layout.source(source), layout)
 
 
 def _file(file: File, verify: Verify) -> Opened:
     name = file.uri.name
-    if name.endswith(".safetensors"):
-        from ckptfs.dcp.safetensors.safetensors_reader import read_file_layout
-
+    if name.endswith(SUFFIX):
         source = Source(file.storage, "", verify=verify)
         layout = read_file_layout(source, name)
-        contents: Contents = SavedContents(layout.source(source), layout.metadata)
+        contents: Contents = SavedContents(layout.source(source), layout)
         return Opened(file.uri, Format.SAFETENSORS, contents, file.storage, "")
     contents = LoadedContents(_load(file), name)
     return Opened(file.uri, Format.TORCH_SAVE, contents, file.storage, "")

@@ -15,16 +15,13 @@
                                      them, and the chunks of each tensor fill it
     look_at_stock(storage, seen)     the same for a plain DCP checkpoint, which has sizes but no digests
 
-Read-only and local: it needs only read permission, and no torch but to name the tensors of damaged bytes
-in safetensors files.
-Files that cannot be seen from here (disks of other nodes) or have nothing to be compared with (stock
+Read-only and local: it needs only read permission, and no torch. Files that cannot be seen from here (disks of other nodes) or have nothing to be compared with (stock
 checkpoints) are reported, and never count as clean.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 from collections import defaultdict
@@ -505,7 +502,7 @@ class _Pass:
         hurt = [
             f for f in result.findings if not f.tensors and (f.path in paths or f.path in by_data)
         ]
-        if result.found is None or not hurt or not _has_torch():
+        if result.found is None or not hurt:
             return
         places = places_of(self.aim.storage, result.found)
         for number, finding in enumerate(result.findings):
@@ -536,10 +533,6 @@ def _step(result: Looked) -> int | None:
     if result.manifest is not None:
         return result.manifest.step
     return None if result.found is None else step_in(result.target.name)  # a stock checkpoint
-
-
-def _has_torch() -> bool:
-    return importlib.util.find_spec("torch") is not None
 
 
 def _checked(result: Looked, compared: Sequence[Compared] | None) -> Checked:
@@ -588,14 +581,13 @@ _MOST = 5
 
 def places_of(storage: Storage, found: Found) -> Places:
     """Return the byte ranges of the leaves of ``found`` in ``storage``; empty if unknown."""
-    from ckptfs.dcp.metadata.torch_inventory import TorchInventory
     from ckptfs.dcp.read.data_file import Verify
     from ckptfs.dcp.safetensors.safetensors_reader import read_layout
 
     manifest = found.manifest
     try:
         if manifest is not None and manifest.artifact is Kind.DIRECTORY:
-            return _by_path(TorchInventory(read_layout(storage, found, Verify.OFF).metadata))
+            return _by_path(read_layout(storage, found, Verify.OFF))
         return _by_path(_decoded(storage, found))
     except CkptfsError:
         return {}  # of damaged .metadata: a finding of its own

@@ -312,3 +312,13 @@ def test_no_torch_where_no_tensor_is_made(
     ran = subprocess.run(call, capture_output=True, text=True, check=False, timeout=400)
     assert ran.returncode == CODES[words][origin == "stock"], ran
     assert ran.stderr == ""
+
+
+def test_no_torch_for_the_headers_of_safetensors(tmp_path: Path) -> None:
+    """One file, and a directory of one: keys, dtypes and shapes are in the header."""
+    save_safetensors({"w": torch.ones(3, 4)}, tmp_path / "hf" / "hf_5")
+    for place in (tmp_path / "hf" / "hf_5", tmp_path / "hf" / "hf_5" / "model.safetensors"):
+        call = [sys.executable, "-c", WITHOUT_TORCH, "inspect", str(place)]
+        ran = subprocess.run(call, capture_output=True, text=True, check=False, timeout=400)
+        assert (ran.returncode, ran.stderr) == (OK, ""), ran
+        assert "float32" in ran.stdout

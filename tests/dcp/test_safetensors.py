@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ckptfs
+from ckptfs.dcp.metadata.torch_names import dtype_of
 from ckptfs.dcp.safetensors.safetensors_format import Entry, encode_header, encode_index
 from ckptfs.errors import (
     CollectiveError,
@@ -58,7 +59,9 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 def write_file(path: Path, tensors: dict[str, torch.Tensor], **metadata: str) -> None:
     """A safetensors file by anybody."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = [Entry(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()]
+    entries = [
+        Entry(key, dtype_of(value.dtype), tuple(value.shape)) for key, value in tensors.items()
+    ]
     head, header = encode_header(entries, metadata)
     data = [tensors[e.key].contiguous().flatten().view(torch.uint8).numpy() for e in header.entries]
     path.write_bytes(head + b"".join(d.tobytes() for d in data))

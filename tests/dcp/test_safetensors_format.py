@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptfs.dcp.metadata.torch_names import DTYPES
 from ckptfs.dcp.safetensors import safetensors_format as format_of
 from ckptfs.dcp.safetensors.exporter import Held, order, plan_files
 from ckptfs.dcp.safetensors.safetensors_format import (
@@ -25,9 +25,9 @@ from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import IntegrityError, ManifestError, StateError
 
 KEYS = st.text(min_size=1, max_size=8).filter(lambda key: key != "__metadata__")
-DTYPES = st.sampled_from([torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
+KINDS = st.sampled_from([DTYPES[n] for n in ("float64", "bfloat16", "float8_e4m3fn", "bool")])
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-ENTRIES = st.dictionaries(KEYS, st.tuples(DTYPES, SHAPES), max_size=6).map(
+ENTRIES = st.dictionaries(KEYS, st.tuples(KINDS, SHAPES), max_size=6).map(
     lambda found: [Entry(key, *rest) for key, rest in found.items()]
 )
 
@@ -108,7 +108,7 @@ def test_two_tensors_never_share_bytes() -> None:
 
 def test_a_file_that_is_cut_short_is_an_integrity_error() -> None:
     """In the length, in the header, and in the data; a huge length is refused, not allocated."""
-    head, header = encode_header([Entry("a", torch.float32, (4,))], {})
+    head, header = encode_header([Entry("a", DTYPES["float32"], (4,))], {})
     for size, raw in ((4, head[:4]), (header.size_bytes - 1, head[:8]), (len(head) + 15, head)):
         with pytest.raises(IntegrityError, match="cut short"):
             decode_header(raw, size, "here")
@@ -130,7 +130,7 @@ def test_an_index_names_files_of_its_own_directory_only() -> None:
 
 def held(*sizes: int, ranks: Callable[[int], tuple[int, ...]] = lambda _: (0, 1)) -> list[Held]:
     """Tensors of so many bytes."""
-    return [Held(Entry(f"t{n}", torch.int8, (size,)), ranks(n)) for n, size in enumerate(sizes)]
+    return [Held(Entry(f"t{n}", DTYPES["int8"], (size,)), ranks(n)) for n, size in enumerate(sizes)]
 
 
 def test_files_are_filled_up_to_the_limit_and_shared_out() -> None:

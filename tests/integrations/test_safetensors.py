@@ -293,11 +293,12 @@ def test_the_stock_formats_own_library_agrees_on_every_dtype(tmp_path: Path) -> 
     """All dtypes that safetensors knows, written by each and read by the other."""
     from safetensors.torch import load_file, save_file
 
-    from ckptfs.dcp.safetensors.safetensors_format import dtype_of
+    from ckptfs.dcp.metadata.torch_names import TORCH
+    from ckptfs.dcp.safetensors.safetensors_format import dtype_named
     from ckptfs.integrations.safetensors import load_safetensors, save_safetensors
 
     wide = ["F64", "F32", "F16", "BF16", "C64", "I64", "I32", "I16", "U64", "U32", "U16"]
-    dtypes = {n: dtype_of(n) for n in [*wide, "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"]}
+    dtypes = {n: TORCH[dtype_named(n)] for n in [*wide, "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"]}
     raw = torch.randint(0, 2, (64,), dtype=torch.uint8)
     state = {
         n: raw.view(torch.bool if d is torch.bool else torch.uint8).clone().view(d)

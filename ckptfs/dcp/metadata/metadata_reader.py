@@ -134,8 +134,12 @@ class TensorDescription(NamedTuple):
 Places = Mapping[tuple[str, tuple[int, ...] | None], Place]  # by key and offsets; None of an object
 
 
-class Description(Inventory, Protocol):
+class Description(Protocol):
     """All of a checkpoint's metadata, for who reads no tensor and needs no torch."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        """All saved keys."""
 
     @property
     def paths(self) -> Mapping[str, Any]:
@@ -150,6 +154,9 @@ class Description(Inventory, Protocol):
 
     def places(self) -> Places:
         """Return the places of all items, also of those that only another reader can read."""
+
+    def metadata(self) -> Metadata:
+        """Return all of it as torch's objects, which are made now."""
 
 
 def nowhere(key: str) -> ManifestError:

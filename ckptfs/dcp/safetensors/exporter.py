@@ -36,6 +36,7 @@ from ckptfs.commit.paths import MANIFEST
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import WrittenPart
 from ckptfs.control.control import Control
+from ckptfs.dcp.metadata.torch_names import dtype_of
 from ckptfs.dcp.planning.leaves import check_tensor, fingerprint_of
 from ckptfs.dcp.safetensors.safetensors_format import (
     INDEX,
@@ -421,7 +422,7 @@ def _describe(state_dict: Mapping[str, Any]) -> list[_Described]:
             )
         local = value.to_local() if isinstance(value, DTensor) else value
         reason = check_tensor(local)
-        if reason is None and dtype_name(value.dtype) is None:
+        if reason is None and dtype_name(dtype_of(value.dtype)) is None:
             reason = f"safetensors has no {value.dtype}"
         if reason is not None:
             raise StateError(f"{key!r}: {reason}")
@@ -432,7 +433,7 @@ def _describe(state_dict: Mapping[str, Any]) -> list[_Described]:
         is_sharded = isinstance(value, DTensor)
         found.append(
             _Described(
-                Entry(key, value.dtype, tuple(value.shape)),
+                Entry(key, dtype_of(value.dtype), tuple(value.shape)),
                 is_sharded,
                 "" if tied == key else tied,
                 None if is_sharded else fingerprint_of(value),

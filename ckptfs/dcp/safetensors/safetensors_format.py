@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-import torch
-
+from ckptfs.dcp.metadata.torch_names import DTYPES, Dtype
 from ckptfs.errors import IntegrityError, ManifestError
 
 __all__ = [
@@ -31,7 +30,7 @@ __all__ = [
     "decode_header",
     "decode_index",
     "dtype_name",
-    "dtype_of",
+    "dtype_named",
     "encode_header",
     "encode_index",
     "header_size",
@@ -42,25 +41,25 @@ SUFFIX = ".safetensors"
 LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 _ALIGNMENT = 8
-_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_DTYPES: dict[str, Dtype] = {
+    "F64": DTYPES["float64"],
+    "F32": DTYPES["float32"],
+    "F16": DTYPES["float16"],
+    "BF16": DTYPES["bfloat16"],
+    "F8_E4M3": DTYPES["float8_e4m3fn"],
+    "F8_E4M3FNUZ": DTYPES["float8_e4m3fnuz"],
+    "F8_E5M2": DTYPES["float8_e5m2"],
+    "F8_E5M2FNUZ": DTYPES["float8_e5m2fnuz"],
+    "C64": DTYPES["complex64"],
+    "I64": DTYPES["int64"],
+    "I32": DTYPES["int32"],
+    "I16": DTYPES["int16"],
+    "I8": DTYPES["int8"],
+    "U64": DTYPES["uint64"],
+    "U32": DTYPES["uint32"],
+    "U16": DTYPES["uint16"],
+    "U8": DTYPES["uint8"],
+    "BOOL": DTYPES["bool"],
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -70,7 +69,7 @@ class Entry:
     """One tensor of a file; ``start`` is the offset of its bytes from the beginning of the file."""
 
     key: str
-    dtype: torch.dtype
+    dtype: Dtype
     shape: tuple[int, ...]
     start: int = 0
 
@@ -92,13 +91,13 @@ class Header:
     size_bytes: int
 
 
-def dtype_name(dtype: torch.dtype) -> str | None:
+def dtype_name(dtype: Dtype) -> str | None:
     """Return the format's name of a dtype; None if it has none."""
     return _NAMES.get(dtype)
 
 
-def dtype_of(name: object) -> torch.dtype | None:
-    """Return the dtype with a name; None if torch has none."""
+def dtype_named(name: object) -> Dtype | None:
+    """Return the dtype with a name of the format; None if torch has none."""
     return _DTYPES.get(name) if isinstance(name, str) else None
 
 
@@ -190,7 +189,7 @@ def decode_index(raw: bytes, where: object) -> dict[str, str]:
 def _entry(key: str, fields: Any, data_start: int, where: object) -> Entry:
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise _foreign(where, f"{key!r} is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = dtype_of(fields["dtype"]), fields["shape"], fields["data_offsets"]
+    dtype, shape, offsets = dtype_named(fields["dtype"]), fields["shape"], fields["data_offsets"]
     if dtype is None:
         raise _foreign(where, f"{key!r} has dtype {fields['dtype']!r}, which torch has not")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:  # noqa: PLR2004

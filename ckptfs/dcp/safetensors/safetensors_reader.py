@@ -12,23 +12,16 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from typing import TYPE_CHECKING, Any
 
 from ckptfs import _torch
 from ckptfs.commit.catalog.catalog import Found
 from ckptfs.commit.digests import ItemDigests, first_bad_block
 from ckptfs.commit.operations import read_limited
+from ckptfs.dcp.metadata.metadata_reader import Place, Places, TensorDescription
+from ckptfs.dcp.metadata.torch_names import TORCH
 from ckptfs.dcp.read.data_file import Source, Verify, open_data, read_digests
 from ckptfs.dcp.safetensors.safetensors_format import (
     INDEX,
@@ -42,6 +35,9 @@ from ckptfs.dcp.safetensors.safetensors_format import (
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.threads import Threads
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 __all__ = ["Layout", "read_file_layout", "read_layout", "with_aliases"]
 
@@ -70,14 +66,51 @@ class Layout:
     aliases: Mapping[str, str]
 
     @property
+    def keys(self) -> Collection[str]:
+        """As ``Description.keys``."""
+        return self.chunks.keys()
+
+    @property
+    def paths(self) -> Mapping[str, Any]:
+        """As ``Description.paths``: such files know none."""
+        return {}
+
+    @property
+    def save_id(self) -> None:
+        """As ``Description.save_id``: such files name none."""
+        return None
+
+    def describe(self, key: str) -> TensorDescription:
+        """As ``Description.describe``."""
+        chunks = self.chunks[key]
+        boxes = [(c.offsets, c.entry.shape) for c in chunks]
+        return TensorDescription(chunks[0].entry.dtype, _size_of(chunks), boxes)
+
+    def places(self) -> Places:
+        """As ``Description.places``."""
+        return {
+            (key, c.offsets): Place(c.file, c.entry.start, c.entry.size_bytes)
+            for key, chunks in self.chunks.items()
+            for c in chunks
+        }
+
     def metadata(self) -> Metadata:
-        """Torch's description, with the place of every chunk."""
+        """Return torch's description, with the place of every chunk."""
+        import torch
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
         described: dict[str, Any] = {}
         places: dict[MetadataIndex, Any] = {}
         info = _torch.storage_info_type()
         for key, chunks in self.chunks.items():
             described[key] = TensorStorageMetadata(
-                TensorProperties(dtype=chunks[0].entry.dtype),
+                TensorProperties(dtype=TORCH[chunks[0].entry.dtype]),
                 torch.Size(_size_of(chunks)),
                 [
                     ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.entry.shape))
