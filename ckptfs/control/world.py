@@ -12,6 +12,7 @@ namespace, simulated nodes in a test), and can never join two.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Mapping
@@ -50,12 +51,21 @@ class Life:
     @staticmethod
     def of_this_process() -> Life | None:
         """Return this process's life by the pid namespace of its node's /proc, or None."""
-        try:
-            # Not os.getpid(): inside a pid namespace /proc may show the outer numbers.
-            pid = int(os.readlink("/proc/self"))
-            return Life(pid, _start_ticks(Path(f"/proc/{pid}/stat").read_text()))
-        except (OSError, ValueError, IndexError):
-            return None  # no /proc to look at: silence is what ends a call then
+        return _own_life()
+
+
+@functools.cache
+def _own_life() -> Life | None:
+    """Look once: neither number changes while the process lives. The child of a fork looks again."""
+    try:
+        # Not os.getpid(): inside a pid namespace /proc may show the outer numbers.
+        pid = int(os.readlink("/proc/self"))
+        return Life(pid, _start_ticks(Path(f"/proc/{pid}/stat").read_text()))
+    except (OSError, ValueError, IndexError):
+        return None  # no /proc to look at: silence is what ends a call then
+
+
+os.register_at_fork(after_in_child=_own_life.cache_clear)
 
 
 def is_gone(life: Life) -> bool:
@@ -142,6 +152,15 @@ class World:
 
 def node_id() -> str:
     """Return ``<boot id>/<mount namespace>[/<CKPTFS_NODE>]`` of this process."""
+    named = os.environ.get("CKPTFS_NODE", "")
+    return _boot_and_mounts() + (f"/{named}" if named else "")
+
+
+@functools.cache
+def _boot_and_mounts() -> str:
+    """Look once: a process that runs torch has threads, and the kernel moves no thread of several to another mount
+    namespace. The child of a fork may move, and looks again.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         mounts = os.readlink("/proc/self/ns/mnt")
@@ -149,8 +168,10 @@ def node_id() -> str:
         # No /proc (macOS, a hardened sandbox): the host's name and address family are used instead.
         # The probe still finds what is shared; only the number of probes depends on this.
         boot, mounts = f"host-{socket.gethostname()}", "mnt:[0]"
-    named = os.environ.get("CKPTFS_NODE", "")
-    return f"{boot}/{mounts}" + (f"/{named}" if named else "")
+    return f"{boot}/{mounts}"
+
+
+os.register_at_fork(after_in_child=_boot_and_mounts.cache_clear)
 
 
 def job_id_from(environment: Mapping[str, str]) -> str | None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ckptfs.control.control import default_timeout_s, open_control
-from ckptfs.control.world import World, job_id_from, node_id
+from ckptfs.control.world import Life, World, job_id_from, node_id
 from ckptfs.errors import StateError
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CKPTFS_NODE")
@@ -83,6 +83,23 @@ def test_node_is_boot_and_mount_namespace_and_never_the_hostname(
 def test_job_is_what_names_one_submission(environment: dict[str, str], job: str | None) -> None:
     """torchrun's default run id names nobody: every job has it."""
     assert job_id_from(environment) == job
+
+
+def test_the_child_of_a_fork_is_not_taken_for_its_parent() -> None:
+    """What a process knows of itself is looked up once, and by each process for itself."""
+    import subprocess
+
+    code = (
+        "import os; from ckptfs.control.world import Life\n"
+        "before = Life.of_this_process()\n"
+        "assert before is Life.of_this_process()\n"
+        "child = os.fork()\n"
+        "if not child: os._exit(Life.of_this_process().pid == before.pid)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0"
+    )
+    if Life.of_this_process() is None:
+        pytest.skip("there is no /proc")
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_detecting_imports_no_torch() -> None:
