@@ -220,6 +220,10 @@ def sealed_metadata(storage: Storage, found: Found) -> bytes:
 def read_domain() -> Program[str | None]:
     """Return the id of the domain that this process sees, or None if there never was a run here."""
     yield Refresh(CONTROL)
+    return (yield from _domain())
+
+
+def _domain() -> Program[str | None]:
     try:
         data: bytes = yield Read(DOMAIN)
     except NotFoundError:
@@ -232,7 +236,9 @@ def read_view(hint: FoundHint | None = None) -> Program[tuple[str, LogState] | N
 
     hint: As for ``catch_up``.
     """
-    domain, state = yield from side_by_side(read_domain(), catch_up(hint=hint))
+    # Without a hint ``catch_up`` refreshes this directory before either of the two reads in it.
+    own = _domain() if hint is None else read_domain()
+    domain, state = yield from side_by_side(own, catch_up(hint=hint))
     return None if domain is None else (domain, state)
 
 
