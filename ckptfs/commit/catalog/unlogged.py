@@ -496,6 +496,10 @@ def is_overwritten(
             looks = (_first(homes), _first([shows]), _small(shows))
             own, shown, data = yield from side_by_side(*looks)
         else:
+            # If it names the save, no other program wrote it, and its place and time need not be known.
+            data = yield from _small(shows)
+            if data is not None and keys.save_id.encode() in data:
+                continue
             own, shown = yield from side_by_side(_first(homes), _first([shows]))
         if own is not None and (yield from _is_overwritten(keys, own, shown, views, data)):
             return True
