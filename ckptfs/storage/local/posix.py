@@ -58,6 +58,7 @@ _UNREPORTED_DIRECT = frozenset(
 )  # support direct writes; before Linux 6.1 no kernel reports it
 # O_PATH needs no permission to list the directory, just as the lookup of a whole path does not.
 _OPEN_STEP = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
+_OPEN_NAME = getattr(os, "O_PATH", 0) | os.O_NOFOLLOW | os.O_CLOEXEC  # whatever it is, a link too
 
 
 def core_count() -> int:
@@ -501,7 +502,14 @@ class Posix:
             return os.stat(name, dir_fd=dir_fd if fd is None else fd, follow_symlinks=follow)
 
         with in_flight("stat", without_mark(path)):
-            return _with_parent(path, look_up)
+            # One lookup of the complete path, and not one of its parent and one of its name.
+            fd = None if follow else _open_at_once(path, _OPEN_NAME)
+            if fd is None:
+                return _with_parent(path, look_up)
+            try:
+                return os.fstat(fd)
+            finally:
+                os.close(fd)
 
     def fstat(self, fd: int) -> os.stat_result:
         """fstat(2)."""
