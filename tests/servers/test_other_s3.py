@@ -88,7 +88,7 @@ def test_a_run_on_it(kind: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("writers", [4, pytest.param(16, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("kind", [server for server in SERVERS if EXCLUSIVE[server.values[0]]])
+@pytest.mark.parametrize("kind", [server for server in SERVERS if EXCLUSIVE[str(server.values[0])]])
 def test_writers_race_on_it(kind: str, writers: int, request: pytest.FixtureRequest) -> None:
     """Where conditions are honoured, one of 4 or 16 processes commits, the others conflict and leave nothing."""
     server: Server = request.getfixturevalue(kind)
