@@ -126,7 +126,7 @@ _METRICS = (
     ),
     _Metric(
         "training",
-        "Training beside asynchronous saves",
+        "Training during asynchronous saves",
         "less is better",
         ("stall", "steps", "steps_saving"),
         lambda row: row.seconds,

@@ -281,7 +281,7 @@ def _rl(params: int) -> WorkloadSpec:
 
 def _loop(params: int) -> WorkloadSpec:
     made = _llm(params, "loop")
-    return WorkloadSpec("loop", made.tensors, f"{made.told}; saved while training goes on")
+    return WorkloadSpec("loop", made.tensors, f"{made.told}; saved while training continues")
 
 
 def _many(size_bytes: int) -> WorkloadSpec:

@@ -122,8 +122,8 @@ logger = logging.getLogger("ckptfs.cli")
 _DEFAULT = "run"
 # The commands that read results, with what the help of the group says about each.
 _READERS = {
-    "report": "Plots and one self-contained HTML page of results.",
-    "compare": "Two results side by side: faster, slower, or no verdict.",
+    "report": "Write plots and one self-contained HTML page of results.",
+    "compare": "Compare two results: faster, slower, or no verdict.",
 }
 _ROUNDS = 5  # fewer never give a verdict
 # The time for measuring without --rounds and --keep: the whole command then takes less than a minute.
@@ -209,10 +209,12 @@ class _BenchDocument:
     multiple=True,
     type=click.Choice(_WORKLOADS),
     default=["llm"],
-    help="What is moved; repeatable. loop: a training loop that is saved while it runs.  [llm]",
+    help="State to save and load; repeatable. loop: a training loop that is saved while it runs.  [llm]",
 )
-@click.option("--params", callback=_params, metavar="7B", help="Parameters of the model.")
-@click.option("--size", callback=_size, metavar="2GB", help="Bytes instead of parameters.")
+@click.option("--params", callback=_params, metavar="7B", help="Number of parameters of the model.")
+@click.option(
+    "--size", callback=_size, metavar="2GB", help="Size of the state in bytes, instead of --params."
+)
 @click.option(
     "-e",
     "--engines",
@@ -225,24 +227,38 @@ class _BenchDocument:
     "--rounds",
     type=click.IntRange(1),
     default=None,
-    help=f"After one warm-up.  [{_ROUNDS}, or what fits into {_WITHIN_S:.0f} s]",
+    help=f"Number of rounds after one warm-up.  [{_ROUNDS}, or what fits into {_WITHIN_S:.0f} s]",
 )
 @click.option(
     "--ranks",
     type=click.IntRange(1),
     default=None,
-    help="Processes on this machine; under torchrun its own.  [1]",
+    help="Number of processes on this machine; torchrun sets its own.  [1]",
 )
 @click.option(
-    "--durable/--no-durable", default=True, help="fsync, where a writer has the choice.  [durable]"
+    "--durable/--no-durable",
+    default=True,
+    help="Call fsync where a writer has the choice.  [durable]",
 )
-@click.option("--steps", type=click.IntRange(2), default=20, help="Of the training loop.  [20]")
-@click.option("--every", type=click.IntRange(1), default=5, help="Steps between its saves.  [5]")
+@click.option(
+    "--steps",
+    type=click.IntRange(2),
+    default=20,
+    help="Number of steps of the training loop.  [20]",
+)
+@click.option(
+    "--every",
+    type=click.IntRange(1),
+    default=5,
+    help="Steps of the training loop between two saves.  [5]",
+)
 @click.option("--keep", is_flag=True, help="Keep what the last round wrote.")
 @click.option(
-    "--out", type=click.Path(dir_okay=False), help="The result.  [./ckptfs-bench-TIME.json]"
+    "--out",
+    type=click.Path(dir_okay=False),
+    help="File for the result.  [./ckptfs-bench-TIME.json]",
 )
-@click.option("--note", help="A note for the result: what else ran, what was special.")
+@click.option("--note", help="A note to store in the result, such as what else was running.")
 @storage_options(of="every URI that is no directory")
 def run(uris: tuple[str, ...], out: str | None, note: str | None, **options: Any) -> Answer:
     """Measure how fast checkpoints are saved to each URI and loaded, compared with other writers."""
@@ -268,7 +284,7 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **options: Any
         if request.within_s is not None:
             for line in _longer(request, result, options, time.monotonic() - began_s):
                 console.print(line, soft_wrap=True)
-        console.print(f"every measurement: {written or 'written nowhere'}")
+        console.print(f"every measurement: {written or 'the file could not be written'}")
 
     if error is None:
         return Answer(_BenchDocument(file=written, result=result), show)
@@ -325,11 +341,15 @@ def _request_from(uris: Sequence[str], given: dict[str, Any]) -> Any:
     from ckptfs.uri import Uri
 
     if given["params"] is not None and given["size"] is not None:
-        raise click.UsageError("--params and --size say the same: give one of them")
+        raise click.UsageError(
+            "--params and --size both set the size of the state: pass one of them"
+        )
     if given["ranks"] is not None and under_torchrun():
-        raise click.UsageError("under torchrun the ranks are torchrun's: leave --ranks out")
+        raise click.UsageError("torchrun sets the number of ranks: leave --ranks out")
     if given["every"] >= given["steps"]:
-        raise click.UsageError("--every has to be less than --steps: else the loop saves nothing")
+        raise click.UsageError(
+            "--every must be less than --steps: otherwise the loop saves nothing"
+        )
     options = given["storage_options"]
     local = [Uri.parse(uri).is_local for uri in uris]
     if options and all(local):
@@ -410,18 +430,18 @@ def _show(console: Console, result: Result) -> None:
 @group_command(bench, "report", answers=(Report,))
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option(
-    "--out", default="bench-report", show_default=True, metavar="DIR", help="Where to write."
+    "--out", default="bench-report", show_default=True, metavar="DIR", help="Directory to write to."
 )
 def report(files: tuple[str, ...], out: str) -> Answer:
-    """Plots (PNG, SVG) and one self-contained HTML page of results.
+    """Write plots (PNG, SVG) and one self-contained HTML page of results.
 
-    The page has everything inside: it needs no network, no script and no other file.
+    The page needs no network, no script and no other file.
     """
     made = write_report(files, out)
 
     def show(console: Console) -> None:
         console.print(made.page)
-        console.print(f"{len(made.plots)} plots beside it")
+        console.print(f"{len(made.plots)} plots next to it")
 
     return Answer(made, show)
 

@@ -123,7 +123,7 @@ def _remove(uri: str, options: dict[str, Any], *, partial: bool) -> tuple[_Remov
     text = f"deleted {place_text(done.uri)}"
     if done.elsewhere:
         text += (
-            f"; what lies in domains {', '.join(done.elsewhere)} was not reached and is there still"
+            f"; its data in domains {', '.join(done.elsewhere)} was unreachable and was not deleted"
         )
     return _RemovedDocument(uri=mask_credentials(uri), elsewhere=done.elsewhere), text
 
@@ -154,7 +154,9 @@ def _pin(uri: str, options: dict[str, Any], *, pinned: bool) -> tuple[_PinnedDoc
     }
     text = f"{place_text(done.uri)} {words[pinned, done.changed]}"
     if done.elsewhere and not pinned:
-        text += f"; on other nodes too? domains {', '.join(done.elsewhere)} were not reached"
+        text += (
+            f"; domains {', '.join(done.elsewhere)} were unreachable and may still have it pinned"
+        )
     document = _PinnedDocument(
         uri=mask_credentials(uri),
         save_id=done.save_id,
@@ -261,7 +263,10 @@ class _GcDocument:
 @command("gc", answers=(_GcDocument,))
 @click.argument("uri")
 @click.option(
-    "--delete", "delete", is_flag=True, help="Remove it; without this option it is only shown."
+    "--delete",
+    "delete",
+    is_flag=True,
+    help="Remove what was found; without this option it is only shown.",
 )
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
@@ -271,9 +276,9 @@ class _GcDocument:
     default="1d",
     show_default=True,
     callback=_duration,
-    help="Leave alone what may be alive and was written to since: 90s, 30m, 1d.",
+    help="Keep what was written to within this time and may be in use: 90s, 30m, 1d.",
 )
-@click.option("-r", "--recursive", is_flag=True, help="Every run below URI.")
+@click.option("-r", "--recursive", is_flag=True, help="Include every run below URI.")
 @storage_options()
 def gc(
     uri: str,
@@ -284,11 +289,11 @@ def gc(
     recursive: bool,
     storage_options: dict[str, Any],
 ) -> Answer:
-    """What dead jobs left in the run at URI: attempts, deleted saves, trash, temporary files, uploads.
+    """Find what dead jobs left in the run at URI: attempts, deleted saves, trash, temporary files, uploads.
 
-    Shows it, with bytes, age and why. With --delete it takes the run as a new job does, removes it, and
-    leaves; it asks first, and without a terminal it needs --yes. It does not touch committed checkpoints,
-    files of others, and a run with a living owner.
+    Shows each with its size, its age and the reason. --delete claims the run as a new job does, removes what
+    was found and releases the run. It asks first; without a terminal it needs --yes. Committed checkpoints,
+    files of other programs and runs with a living owner are not touched.
     """
     if delete and not yes and not sys.stdin.isatty():
         # Before anything is read, so that a cron job fails at its first run, not at the first debris.
@@ -397,7 +402,7 @@ def _show_gc(console: Console, outcomes: Sequence[_Outcome], *, delete: bool) ->
         if outcome.collected is not None:
             _show_run(console, outcome.collected, delete=delete)
     if not outcomes:
-        console.print("no runs there")
+        console.print("no run was found there")
 
 
 def _show_run(console: Console, one: Collected, *, delete: bool) -> None:
@@ -414,11 +419,11 @@ def _show_run(console: Console, one: Collected, *, delete: bool) -> None:
     if delete and count:
         text = f"removed {len(one.removed)} of {count}: {size_text(_size_bytes(one.removed))}"
     elif count:
-        text = f"{count} would go: {size_text(_size_bytes(one.going))}; --delete removes them"
+        text = f"{count} can be removed: {size_text(_size_bytes(one.going))}; pass --delete to remove them"
     elif one.found:
-        text = "nothing is to go now"
+        text = "nothing to remove now"
     else:
-        text = "nothing is left over"
+        text = "nothing to remove"
     console.print(text, soft_wrap=True)
 
 

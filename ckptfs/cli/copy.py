@@ -69,9 +69,9 @@ class _CpDocument:
     help="Replace another save of that name; a directory of files is never replaced.",
 )
 @click.option(
-    "--follow-links", is_flag=True, help="Copy what symbolic links in a checkpoint lead to."
+    "--follow-links", is_flag=True, help="Copy the targets of symbolic links in a checkpoint."
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be copied; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be copied; write nothing.")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
@@ -161,6 +161,6 @@ def _show(console: Console, report: CopyReport) -> None:
         console.print(f"{len(due)} to copy, {size}; nothing was written")
         return
     console.print(
-        f"{size_text(report.copied_bytes)} copied, {size_text(report.skipped_bytes)} were there; "
+        f"{size_text(report.copied_bytes)} copied, {size_text(report.skipped_bytes)} existed already; "
         f"{report.digests} digests compared; {report.seconds:.1f} s"
     )

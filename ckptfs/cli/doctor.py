@@ -75,7 +75,7 @@ class _DoctorDocument:
 @click.option(
     "--expect",
     type=click.Choice([e.value for e in Expect]),
-    help="Fail unless all ranks share the place, or each node has its own.",
+    help="Fail unless all ranks share the storage, or each node has its own.",
 )
 @click.option(
     "--needs", type=_Size(), metavar="SIZE", help="Fail if less space is free, for example 500GB."
@@ -85,7 +85,7 @@ class _DoctorDocument:
     type=_Size(),
     default="64MiB",
     show_default=True,
-    help="File that each rank writes and reads to measure bandwidth; 0: none.",
+    help="Size of the file that each rank writes and reads to measure bandwidth; 0: none.",
 )
 @click.option("--strict", is_flag=True, help="Fail on warnings too.")
 @storage_options()

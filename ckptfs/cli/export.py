@@ -73,11 +73,11 @@ def export(  # noqa: PLR0917 - one parameter for each option of the command line
     storage_options: dict[str, Any],
     target_storage_options: dict[str, Any],
 ) -> Answer:
-    """A checkpoint, or a part of one, in another format, at any URI.
+    """Convert a checkpoint, or a part of one, to another format at any URI.
 
-    What is read is compared with its digests. The target is there whole or not at all, where the
-    storage can do that. --overwrite replaces the files of an older export of this format and nothing
-    else. It refuses a target with runs, checkpoints, directories, links or files of other names.
+    All bytes that are read are compared with their digests. Where the storage allows it, the target appears
+    completely or not at all. --overwrite replaces the files of an older export of this format and nothing
+    else. It refuses a target with runs, checkpoints, directories, links or other files.
     """
     import torch
 
@@ -108,4 +108,6 @@ def _show(done: Exported, console: Console) -> None:
     if done.left_out:
         more = len(done.left_out) - _MOST
         more_text = f" and {more} more" if more > 0 else ""
-        console.print(f"left out, no tensors: {', '.join(done.left_out[:_MOST])}{more_text}")
+        console.print(
+            f"left out, because they are not tensors: {', '.join(done.left_out[:_MOST])}{more_text}"
+        )

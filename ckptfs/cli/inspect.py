@@ -149,7 +149,7 @@ def inspect(  # noqa: PLR0917 - one parameter for each option of the command lin
     storage_options: dict[str, Any],
     other_storage_options: dict[str, Any],
 ) -> Answer:
-    """The tensors and objects of a checkpoint: shape, dtype, sharding, file, bytes.
+    """Show the tensors and objects of a checkpoint: shape, dtype, sharding, file, bytes.
 
     Ours, plain torch.distributed.checkpoint, safetensors, one torch.save file, other files. With two
     URIs: what was added, removed, reshaped, changed; by digests where both have them, else by reading

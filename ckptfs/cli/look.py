@@ -171,7 +171,7 @@ def ls(
     sort: str,
     **wanted: Any,
 ) -> Answer:
-    """What is there: the checkpoints of a run, one checkpoint, or the runs below a directory.
+    """List the checkpoints of a run, one checkpoint, or the runs below a directory.
 
     Reads only, and only one small file of each checkpoint. Run ckptfs verify to check the other files.
     """
@@ -207,7 +207,7 @@ def ls(
 )
 @storage_options()
 def latest(uri: str, storage_options: dict[str, Any], kind: str, max_age: str | None) -> Answer:
-    """The newest committed checkpoint: by commit, never by the largest step. Prints its URI.
+    """Print the URI of the newest committed checkpoint: by commit, never by the largest step.
 
     Ends with 1 where there is none, or where it is older than --max-age.
     """
@@ -439,7 +439,7 @@ def log(
     save: str | None,
     limit: int | None,
 ) -> Answer:
-    """Who saved, fenced and deleted what, when, from where: the run's log, oldest entry first.
+    """Show who saved, fenced and deleted what, when, from where: the run log, oldest entry first.
 
     Of a checkpoint's URI: what the log of its run says about it. Times and hosts are what the writers said of themselves; the log is ordered by its numbers. Ends
     with 1 where an entry is damaged or missing.

@@ -30,29 +30,41 @@ __all__ = ["COMMANDS", "ckptfs", "main"]
 
 # By command: its module, and what ``ckptfs --help`` says of it without importing that.
 COMMANDS = {
-    "ls": ("ckptfs.cli.look:ls", "Runs and checkpoints: step, state, age, size, ranks."),
-    "log": ("ckptfs.cli.look:log", "Who saved, fenced and deleted what, when, from where."),
-    "latest": ("ckptfs.cli.look:latest", "The newest committed checkpoint; an alert if it is old."),
-    "watch": ("ckptfs.cli.look:watch", "Each commit, failure, fence and delete, as it happens."),
+    "ls": ("ckptfs.cli.look:ls", "List runs and checkpoints: step, state, age, size, ranks."),
+    "log": ("ckptfs.cli.look:log", "Show who saved, fenced and deleted what, when, from where."),
+    "latest": (
+        "ckptfs.cli.look:latest",
+        "Print the newest committed checkpoint; fail if it is too old.",
+    ),
+    "watch": (
+        "ckptfs.cli.look:watch",
+        "Print each commit, failure, fence and delete as it happens.",
+    ),
     "inspect": (
         "ckptfs.cli.inspect:inspect",
-        "Tensors of a checkpoint; what differs from another.",
+        "Show the tensors of a checkpoint, or compare two.",
     ),
     "verify": (
         "ckptfs.cli.verify:verify",
-        "Whether a checkpoint is whole; --deep compares digests.",
+        "Check whether a checkpoint is complete; --deep compares bytes.",
     ),
     "cp": (
         "ckptfs.cli.copy:cp",
-        "Copy a checkpoint or a run; verified, resumable, committed last.",
+        "Copy a checkpoint or a run, verified and resumable.",
     ),
     "rm": ("ckptfs.cli.change:rm", "Delete one checkpoint."),
-    "gc": ("ckptfs.cli.change:gc", "What dead jobs left behind; removes it with --delete."),
-    "pin": ("ckptfs.cli.change:pin", "Retention leaves a pinned checkpoint alone."),
-    "unpin": ("ckptfs.cli.change:unpin", "Retention may take it again."),
-    "export": ("ckptfs.cli.export:export", "To safetensors, to one torch.save file, to plain DCP."),
+    "gc": ("ckptfs.cli.change:gc", "Find what dead jobs left behind; --delete removes it."),
+    "pin": ("ckptfs.cli.change:pin", "Exclude a checkpoint from retention."),
+    "unpin": ("ckptfs.cli.change:unpin", "Let retention delete a pinned checkpoint again."),
+    "export": (
+        "ckptfs.cli.export:export",
+        "Convert to safetensors, a torch.save file or plain DCP.",
+    ),
     "doctor": ("ckptfs.cli.doctor:doctor", "Test a storage from where the job runs."),
-    "bench": ("ckptfs.cli.bench:bench", "Measure throughput of storages, beside other writers."),
+    "bench": (
+        "ckptfs.cli.bench:bench",
+        "Measure save and load speed, compared with other writers.",
+    ),
 }
 
 
@@ -74,7 +86,9 @@ class _Lazy(click.Group):
 
 @click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ckptfs")
-@click.option("-v", "--verbose", count=True, help="Say what happens; twice for every detail.")
+@click.option(
+    "-v", "--verbose", count=True, help="Log what happens; give it twice for every detail."
+)
 @click.pass_context
 def ckptfs(context: click.Context, verbose: int) -> None:
     """Look at, check, copy, clean and measure PyTorch checkpoints on any storage.

@@ -61,13 +61,13 @@ class _VerifyDocument:
     type=click.IntRange(min=1),
     default=JOBS,
     show_default=True,
-    help="Files, or pieces of large ones, at once.",
+    help="Number of files, or pieces of large ones, to read at once.",
 )
 @click.option(
     "--resume",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="With --deep: remember here what was compared; what is remembered is skipped.",
+    help="With --deep: record compared files here, and skip those that are recorded.",
 )
 @storage_options()
 def verify(
@@ -77,14 +77,14 @@ def verify(
     resume: str | None,
     storage_options: dict[str, Any],
 ) -> Answer:
-    """Whether checkpoints are whole: runs, checkpoints, parts of checkpoints.
+    """Check whether runs, checkpoints or parts of checkpoints are complete.
 
-    Always: the run log, every manifest against its seal, every file and its size, every sidecar of
-    digests, what stock readers see. With --deep every byte. Exit codes: 0 clean; 1 damaged; 7 not
-    everything could be looked at from here, or had nothing to be compared with.
+    Checks the run log, every manifest against its seal, every file and its size, every sidecar of
+    digests, and what stock readers see. --deep also compares every byte. Exit codes: 0 clean; 1 damaged;
+    7 something cannot be seen from here, or has no digests.
     """
     if resume is not None and not deep:
-        raise click.UsageError("--resume goes with --deep: without it nothing is compared")
+        raise click.UsageError("--resume needs --deep: without it nothing is compared")
     with progress(f"verifying {_title(uris)}") as meter:
         found = verify_these(
             uris, storage_options, deep=deep, jobs=jobs, resume=resume, meter=meter
@@ -170,4 +170,4 @@ def _verdict(found: Verified) -> str:
             return f"clean: {count}, {size_text(done)} compared, {size_text(missing_bytes)} have no digest{earlier}"
         return f"clean: {count}, every byte compared{earlier}"
     more = any(one.origin != "stock" for one in found.checkpoints)
-    return f"clean: {count}, form only{'; --deep compares every byte' if more else ''}"
+    return f"clean: {count}, structure only{'; --deep compares every byte' if more else ''}"

@@ -471,7 +471,7 @@ def half_deleted(views: Views) -> list[Deletable]:
             continue
         states = [view.save(save_id) for view in views.values()]
         if any(save.seal is not None and not save.deleted for save in states):
-            found.append(Deletable(seal, "begun elsewhere"))
+            found.append(Deletable(seal, "another domain began the delete"))
     return found
 
 

@@ -347,7 +347,7 @@ def first_bad_block(item: ItemDigests, start: int, data: memoryview) -> Block | 
 def _table(records: Any, blocks: array[int], where: object) -> _Table:
     """Return the items of a sidecar after checking every one of them."""
     if np.any(records > _LARGEST):
-        raise _damaged(where, "it speaks of more bytes than a file can have")
+        raise _damaged(where, "it describes more bytes than a file can have")
     numbers: _Numbers = records.astype(np.int64)
     offset, length, payload_offset, payload_length = numbers.T
     # Items may leave gaps (alignment) but never overlap, or a digest would vouch for nothing.
@@ -356,7 +356,7 @@ def _table(records: Any, blocks: array[int], where: object) -> _Table:
     wrong = np.nonzero((offset < ends[:-1]) | (tail < 0))[0]
     if len(wrong):
         at = int(offset[wrong[0]])
-        raise _damaged(where, f"the item at offset {at} overlaps its neighbours or itself")
+        raise _damaged(where, f"the item at offset {at} overlaps another item")
     counts = sum(
         -(-region // BLOCK_SIZE_BYTES) for region in (payload_offset, payload_length, tail)
     )

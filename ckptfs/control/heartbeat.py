@@ -229,7 +229,7 @@ class Alarm:
             }
             error = collective_error(label, failures, worlds)
             error.hint = (
-                "the file server is down or cut off from there; a hard mount waits for ever"
+                "the file server is down or cut off from there; a hard mount waits without a limit"
             )
             return error
         ranks = tuple(sorted(self.silent))

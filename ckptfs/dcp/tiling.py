@@ -91,7 +91,7 @@ def untiled(
     Elements that no chunk holds would keep the tensor's old values, or whatever fresh memory contains.
     """
     held, wanted = sum(math.prod(lengths) for _, lengths in pieces), math.prod(sizes)
-    what = "overlap and leave a part of it out" if held >= wanted else "do not fill it"
+    what = "overlap and leave a part of it uncovered" if held >= wanted else "do not cover it"
     return IntegrityError(
         f".metadata has {held} of the {wanted} values that {key!r} asks for here: its chunks {what}",
         hint="it was saved incompletely, or changed; load another checkpoint",

@@ -221,7 +221,7 @@ class EventDispatcher:
             self._complained.add(kind)
             logger.log(
                 logging.ERROR if first else logging.DEBUG,
-                "listener %s failed at %s; the save goes on",
+                "listener %s failed at %s; the save continues",
                 kind,
                 type(event).__name__,
                 exc_info=True,

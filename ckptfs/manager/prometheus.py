@@ -51,26 +51,38 @@ _LAST = "ckptfs_last_"
 
 # name -> (type, help); the order of the file.
 _FAMILIES = {
-    "ckptfs_last_commit_timestamp_seconds": ("gauge", "When the last checkpoint was committed."),
-    "ckptfs_last_commit_step": ("gauge", "Completed optimizer steps of the last checkpoint."),
-    "ckptfs_last_commit_bytes": ("gauge", "Bytes that all ranks wrote for it."),
-    "ckptfs_last_save_seconds": ("gauge", "From the call to the commit."),
-    "ckptfs_last_save_phase_seconds": ("gauge", "Of each phase, on its slowest rank."),
-    "ckptfs_last_stall_seconds": ("gauge", "For how long training stood still for it."),
-    "ckptfs_last_rank_bytes_per_second": ("gauge", "Of the slowest and the fastest rank."),
-    "ckptfs_last_bytes_per_second": ("gauge", "Of all ranks together."),
-    "ckptfs_commits_total": ("counter", "Checkpoints committed by this process."),
-    "ckptfs_committed_bytes_total": ("counter", "Bytes of them."),
-    "ckptfs_stall_seconds_total": ("counter", "For how long training stood still for saves."),
-    "ckptfs_save_failures_total": ("counter", "Saves that failed, by type of error."),
-    "ckptfs_saves_skipped_total": ("counter", "Saves skipped because one was on its way."),
-    "ckptfs_checkpoints_kept": ("gauge", "What retention keeps."),
-    "ckptfs_deletes_total": ("counter", "Checkpoints whose bytes were deleted."),
-    "ckptfs_delete_failures_total": ("counter", "Deletes that failed and are tried again."),
-    "ckptfs_debris_checkpoints": ("gauge", "Deleted in the log, with bytes still there."),
-    "ckptfs_copies_total": ("counter", "Checkpoints that are whole at a copy's place."),
-    "ckptfs_copied_bytes_total": ("counter", "Bytes of them."),
-    "ckptfs_copy_failures_total": ("counter", "Copies that failed and are tried again."),
+    "ckptfs_last_commit_timestamp_seconds": ("gauge", "Unix time of the last commit."),
+    "ckptfs_last_commit_step": ("gauge", "Step of the last commit."),
+    "ckptfs_last_commit_bytes": ("gauge", "Bytes of the last commit, on all ranks."),
+    "ckptfs_last_save_seconds": ("gauge", "Time of the last save, from the call to the commit."),
+    "ckptfs_last_save_phase_seconds": (
+        "gauge",
+        "Time of each phase of the last save, on its slowest rank.",
+    ),
+    "ckptfs_last_stall_seconds": ("gauge", "Time for which the last save stopped the training."),
+    "ckptfs_last_rank_bytes_per_second": (
+        "gauge",
+        "Write rate of the slowest and the fastest rank in the last save.",
+    ),
+    "ckptfs_last_bytes_per_second": ("gauge", "Write rate of all ranks together in the last save."),
+    "ckptfs_commits_total": ("counter", "Checkpoints that this process committed."),
+    "ckptfs_committed_bytes_total": ("counter", "Bytes that this process committed."),
+    "ckptfs_stall_seconds_total": ("counter", "Time for which saves stopped the training."),
+    "ckptfs_save_failures_total": ("counter", "Failed saves, by type of error and outcome."),
+    "ckptfs_saves_skipped_total": (
+        "counter",
+        "Saves skipped because an earlier one was in progress.",
+    ),
+    "ckptfs_checkpoints_kept": ("gauge", "Checkpoints that retention keeps."),
+    "ckptfs_deletes_total": ("counter", "Deleted checkpoints: their bytes are removed."),
+    "ckptfs_delete_failures_total": ("counter", "Failed deletes; each is tried again."),
+    "ckptfs_debris_checkpoints": (
+        "gauge",
+        "Checkpoints that are deleted in the log, but still have bytes.",
+    ),
+    "ckptfs_copies_total": ("counter", "Checkpoints that were copied completely."),
+    "ckptfs_copied_bytes_total": ("counter", "Bytes that were copied."),
+    "ckptfs_copy_failures_total": ("counter", "Failed copies; each is tried again."),
 }
 
 

@@ -481,7 +481,7 @@ def missing(files: Sequence[FileRecord], home: str, shape: Shape) -> Program[tup
             found += (Missing(record.path, "is missing"),)
             continue
         if size != record.size_bytes:
-            why = f"has {size} bytes, {record.size_bytes} were written"
+            why = f"has {size} bytes, but {record.size_bytes} were written"
             found += (Missing(record.path, why),)
     return found
 

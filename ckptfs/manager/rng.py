@@ -68,7 +68,7 @@ class RngState:
         if numpy is not None:
             self._take("numpy", state, lambda saved: _set_numpy(numpy, saved))
         elif "numpy" in state:
-            self.skip("numpy: saved, and not imported here")
+            self.skip("numpy: saved, but not imported here")
         here = dict(_accelerators())
         for name, module in here.items():
             self._take(name, state, partial(self._devices, name, module))
@@ -181,7 +181,7 @@ def _set_python(saved: Any) -> None:
     """
     state = _tuples(saved)
     if not (isinstance(state, tuple) and state and isinstance(state[-1], float | None)):
-        raise StateError("it is no state of random.getstate()")
+        raise StateError("it is not a state that random.getstate() returns")
     random.setstate(state)
 
 
@@ -195,7 +195,7 @@ def _bytes_of(saved: Any) -> torch.Tensor:
     The generator itself checks how many bytes there are.
     """
     if not isinstance(saved, torch.Tensor) or saved.dtype is not torch.uint8 or saved.dim() != 1:
-        raise StateError("it is no row of bytes")
+        raise StateError("it is not a sequence of bytes")
     return saved.contiguous()
 
 

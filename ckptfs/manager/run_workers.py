@@ -440,7 +440,7 @@ class RunWorkers:
         if session.control.rank == 0:
             self._warn_of_replacing(name, save_id)
         self._follow_pointer(save_id)
-        self.retirer.delete(session, save_id, reason="its step comes again", at_once=True)
+        self.retirer.delete(session, save_id, reason="a new save replaces it", at_once=True)
 
     def _look_back(self) -> None:
         """Find out what other jobs saved into the run or, if it is empty, its copies.
@@ -498,9 +498,9 @@ class RunWorkers:
         if self._start.step is not None:
             why = f"restored step {self._start.step}"
         else:
-            why = "begins again" if self._begins_again else "has come there by itself"
+            why = "began the run again" if self._begins_again else "restored nothing"
         uri = self.run.session.storage.uri(name)
-        logger.warning("%s replaces save %s of an earlier job: this one %s", uri, save_id, why)
+        logger.warning("%s replaces save %s of an earlier job: this job %s", uri, save_id, why)
 
     # -- saving -------------------------------------------------------------------------
 

@@ -72,13 +72,13 @@ class TelemetryListener(TimedListener):
         self._tracer = trace.get_tracer("ckptfs", __version__, tracer_provider)
         meter = metrics.get_meter("ckptfs", __version__, meter_provider)
         self._duration = meter.create_histogram(
-            "ckptfs.save.duration", unit="s", description="From the call to the commit."
+            "ckptfs.save.duration", unit="s", description="Time from the call to the commit."
         )
         self._stall = meter.create_histogram(
-            "ckptfs.save.stall", unit="s", description="For how long training stood still."
+            "ckptfs.save.stall", unit="s", description="Time for which a save stopped the training."
         )
         self._size = meter.create_counter(
-            "ckptfs.save.size", unit="By", description="Bytes committed, of all ranks."
+            "ckptfs.save.size", unit="By", description="Bytes that all ranks committed."
         )
         self._failures = meter.create_counter("ckptfs.save.failures", unit="{save}")
         self._skipped = meter.create_counter("ckptfs.save.skipped", unit="{save}")

@@ -443,7 +443,7 @@ def _files_of_checkpoint(source: RunSession, seal: Seal, manner: Manner) -> Iter
         return found.home, () if found.manifest is None else found.manifest.files
 
     home, files = listed() if source.placement.mine.id in seal.domains else ("", ())
-    here = source.control.step("beside the parts", lambda: bool(files))
+    here = source.control.step("find files outside the parts", lambda: bool(files))
     if any(here) and not here[0]:
         raise StateError(
             f"rank 0 cannot see the additional files of {seal.name}",

@@ -300,7 +300,7 @@ class FileCopier:
             reader = source.storage.open_read(source.key(record))
         with reader, contextlib.ExitStack() as stack:
             if reader.size_bytes != record.size_bytes:
-                why = f"it has {reader.size_bytes} bytes, {record.size_bytes} are listed"
+                why = f"it has {reader.size_bytes} bytes, but {record.size_bytes} are listed"
                 raise checks.damaged(why)
             if target.guard is not None and record.size_bytes <= BATCHED_BYTES:
                 return self._put(checks, reader, path, target.guard)

@@ -486,18 +486,15 @@ def _placed(here: Lookout, item: Item, *, is_given: bool) -> Item:
     if existing is not None:
         if origin_of(existing.save_id) == item.origin:
             return replace(item, status=Status.THERE)
-        _may_replace(here, item, f"is another save ({existing.save_id})")
+        _may_replace(here, item, f"it is another save ({existing.save_id})")
         return replace(item, status=Status.TO_REPLACE)
     loose = loose_at(item.name, here.target, here.there)
     if loose is not None and loose.origin == item.origin:
         # A copy that was made without ckptfs and interrupted is made whole.
         return item if loose.why else replace(item, status=Status.THERE)
     if loose is not None:
-        _may_replace(here, item, "is another checkpoint, which no log knows")
-        note = (
-            f"the {item.name} that is replaced is known to no log: data files of it stay beside "
-            "those of the copy"
-        )
+        _may_replace(here, item, "it is another checkpoint, which no log lists")
+        note = f"no log lists the {item.name} that is replaced: its data files stay next to those of the copy"
         return replace(item, status=Status.TO_REPLACE, note=note)
     if not is_given and _is_deleted_copy(here, item):
         return replace(item, status=Status.DELETED)

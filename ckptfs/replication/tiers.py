@@ -335,7 +335,7 @@ class Drain:
             raise AssertionError("made with the run")
         if save_id is not None:
             logger.warning("save %s of %s in a copy is replaced", save_id, seal.name)
-            retirer.delete(run.session, save_id, reason="its step comes again", at_once=True)
+            retirer.delete(run.session, save_id, reason="a new save replaces it", at_once=True)
         retirer.make_room()
 
     def _failed(self, one: One, error: CkptfsError) -> bool:

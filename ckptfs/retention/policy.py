@@ -179,11 +179,11 @@ def needs_text(size_bytes: int, keep: Keep) -> str:
     if keep.latest is None:
         return f"{one}; keep_latest is not set, so nothing is deleted"
     need = size_text(_slots(keep) * size_bytes)
-    text = f"{one}; keep_latest={keep.latest} needs {need}, with the one that is being written"
+    text = f"{one}; keep_latest={keep.latest} needs {need}, including the one that is being written"
     if keep.best is not None:
         text += f" and {keep.best.count} kept as the best"
     if keep.every is not None:
-        text += f"; every step that {keep.every} divides comes on top"
+        text += f"; in addition, every step that {keep.every} divides is kept"
     return text
 
 

@@ -243,7 +243,7 @@ def _links(look: Look) -> Iterator[Found]:
         if folder not in here:
             entries = listed(look.storage, folder)
             here += [f"{folder}/{entry.name}" for entry in entries if entry.is_link]
-    why = "ckptfs looks at nothing behind it and claims no run with it: remove the link"
+    why = "ckptfs does not follow it and does not claim a run that has it: remove the link"
     for key in here:
         yield Found(Debris.LINK, key, look.root / key, None, None, None, Fate.STAYS, why, (key,))
 
@@ -259,11 +259,11 @@ def _temporary(storage: Storage, root: Uri, key: str, older_than_s: float) -> Fo
     name, tree = key.rpartition("/")[2], measured(storage, [key])
     since_s = None if tree.newest_s is None else max(0.0, time.time() - tree.newest_s)
     age = age_s(began_at(name)) if since_s is None else since_s
-    fate, why = Fate.GOES, "never got its name"
+    fate, why = Fate.GOES, "it was written, but never renamed to its final name"
     if writer_is_gone(name):
-        why = "its writer died before it got its name"
+        why = "its writer died before it was renamed to its final name"
     elif age is None or age < older_than_s:
-        fate, why = Fate.YOUNG, "somebody may be writing it"
+        fate, why = Fate.YOUNG, "it may still be written"
     return Found(
         Debris.TEMPORARY, key, root / key, tree.files, tree.size_bytes, age, fate, why, (key,)
     )
@@ -285,9 +285,13 @@ class _Finder:
         try:
             self._uploads = self._storage.unfinished_uploads()
         except AccessError as error:
-            self.notes = (f"unfinished uploads: not permitted to look ({error.message})",)
+            self.notes = (
+                f"unfinished uploads were not checked, because access is denied: {error.message}",
+            )
         except UnsupportedError as error:
-            self.notes = (f"unfinished uploads: they cannot be listed here ({error.message})",)
+            self.notes = (
+                f"unfinished uploads were not checked, because this storage cannot list them: {error.message}",
+            )
 
     # -- by the log ---------------------------------------------------------------------
 
@@ -302,7 +306,7 @@ class _Finder:
             if record.save_id in dead or record.base is None:
                 yield self._attempt(record)
             elif record.save_id in doubtful:
-                why = "in doubt: a domain that decides over it is out of reach"
+                why = "in doubt: a domain that decides about it cannot be reached"
                 yield replace(self._attempt(record), fate=Fate.STAYS, why=why, may_live=False)
 
     def _attempt(self, record: AttemptRecord) -> Found:
@@ -332,7 +336,7 @@ class _Finder:
     def deleted(self) -> Iterator[Found]:
         """Yield saves that are deleted in the log while their bytes are still here."""
         for seal in waiting(self._state):
-            yield self._save(Debris.DELETED, seal, "its delete is in the log")
+            yield self._save(Debris.DELETED, seal, "it is deleted in the log")
 
     def replaced(self) -> Iterator[Found]:
         """Yield saves that the next owner of the run deletes by itself."""
@@ -369,7 +373,7 @@ class _Finder:
             key = f"{TRASH}/{entry.name}"
             tree = measured(self._storage, [key])
             if tree.files:
-                yield self._thing(Debris.TRASH, key, tree, "whoever removed it died")
+                yield self._thing(Debris.TRASH, key, tree, "the process that was removing it died")
 
     # -- by their names, and the log ----------------------------------------------------
 
@@ -412,9 +416,9 @@ class _Finder:
 
     def _late(self, top: str, save_id: str, home: str | None) -> Iterator[Found]:
         """Yield data of a dead save if it is where that save put it. Anywhere else it is a copy."""
-        key, why = f"{top}/{save_id}", "its save is not there any more, by the log"
+        key, why = f"{top}/{save_id}", "by the log, its save does not exist any more"
         if home is None:
-            why = "its save was aborted; the log does not say where it had to be"
+            why = "its save was aborted, and the log does not say where its files belong"
         elif home != top:
             return
         found = self._thing(Debris.LATE, key, measured(self._storage, [key]), why)
@@ -422,7 +426,7 @@ class _Finder:
             yield replace(found, fate=Fate.STAYS)
         elif self._on_disk and names_save(self._storage, top, save_id):
             # A delayed write brings data, not the manifest that is renamed last.
-            why = "its save is deleted by the log, and somebody put the checkpoint back"
+            why = "its save is deleted in the log, but the checkpoint was put back"
             yield replace(found, fate=Fate.STAYS, why=why)
         else:
             yield found
@@ -460,10 +464,10 @@ class _Finder:
             ]
             used = drive(needed(writer, self._state, self._caps.shape), self._storage)
             if used is None or copied is None:
-                fate, why = Fate.STAYS, "a manifest that may list it is unreadable"
+                fate, why = Fate.STAYS, "a manifest that may list it cannot be read"
             elif writer not in self._state.saves:
                 keys = [path for path in keys if path not in copied]
-                fate, why = Fate.STAYS, "the log has never heard of its writer"
+                fate, why = Fate.STAYS, "the log does not know the save that wrote it"
             else:
                 keys = [path for path in keys if path not in used and path not in copied]
                 fate, why = Fate.GOES, "no checkpoint lists it"
@@ -495,14 +499,14 @@ class _Finder:
             where, *parts = upload.key.split("/")
             of = {p for p in parts[:3] if p in self._records or p in self._state.saves}
             if upload.age_s >= ORPHAN_S:
-                fate, why = Fate.GOES, "older than a week: every new owner aborts it"
+                fate, why = Fate.GOES, "it is older than a week: every new owner aborts it"
             elif where != CONTROL and not of:
-                why = "its owner is unknown; a new owner of the run aborts it in a week"
+                why = "its save is unknown; once it is a week old, a new owner of the run aborts it"
                 fate = Fate.STAYS
             elif of & living or upload.age_s < self._older_than_s:
-                fate, why = Fate.YOUNG, "somebody may be sending it"
+                fate, why = Fate.YOUNG, "it may still be in progress"
             else:
-                fate, why = Fate.GOES, "nobody completed it"
+                fate, why = Fate.GOES, "it was never completed"
             uri, keys = self._look.root / upload.key, (upload.key,)
             yield Found(Debris.UPLOAD, upload.key, uri, None, None, upload.age_s, fate, why, keys)
 
@@ -707,7 +711,7 @@ def _refuse(look: Look, before: Collected) -> None:
     if begun:
         names = ", ".join(dict.fromkeys(one.name for one in begun))
         raise RunBusyError(
-            f"a save may be under way: {names}",
+            f"a save may be in progress: {names}",
             uri=look.root,
             hint="wait for it, or pass --older-than 0s if no job saves or copies there now",
         )

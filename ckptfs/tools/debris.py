@@ -282,20 +282,20 @@ def attempt_fate(
     """
     known = state.save(record.save_id)
     if known.aborted or known.decided is not None or known.deleted:
-        return AttemptFate(Fate.GOES, "aborted in the log")
+        return AttemptFate(Fate.GOES, "it is aborted in the log")
     if record.base is not None and record.base < state.generation:
-        return AttemptFate(Fate.GOES, "a newer owner took the run: it can not commit any more")
+        return AttemptFate(Fate.GOES, "a newer owner took the run, so it cannot commit any more")
     if older_than_s > 0:
         # Also without attempt.json, which may not be written yet.
         if age_s is None or age_s < older_than_s:
-            return AttemptFate(Fate.YOUNG, "a save may be under way", may_live=True)
+            return AttemptFate(Fate.YOUNG, "a save may be in progress", may_live=True)
         # The age of single parts is not known: the last one may have been sent a moment ago.
         if is_sending:
-            why = "a file of it is being sent, or was: a save may be under way"
+            why = "one of its files has an unfinished upload: a save may be in progress"
             return AttemptFate(Fate.YOUNG, why, may_live=True)
     if record.base is None and has_files:
         return AttemptFate(Fate.STAYS, "its attempt.json is missing or damaged")
-    return AttemptFate(Fate.GOES, "nothing was written for that long", may_live=True)
+    return AttemptFate(Fate.GOES, "nothing was written to it within the age limit", may_live=True)
 
 
 def is_sending(save_id: str, uploads: Iterable[UnfinishedUpload]) -> bool:

@@ -341,8 +341,8 @@ def _shown(value: object) -> str:
 _BRING_BACK = "copy it back from another place, or restore another checkpoint"
 _SIDECAR_BACK = 'copy it back; the data may be whole: it loads with verify="off", unverified'
 _UNBOUND = (
-    "unchecked: sidecars are not bound to the manifest, as it was written by an older version: a data "
-    "file that was replaced together with its sidecar looks whole"
+    "unchecked: an older version wrote the manifest without the digests of the sidecars. A data file that "
+    "was replaced together with its sidecar looks intact"
 )
 _ENTRY = "copy the entry back from another place; else copy what is whole to a new run"
 _SAVED_OVER = (
@@ -374,7 +374,9 @@ def look_at(storage: Storage, target: Target, views: Views, domain: str, *, at_o
     result = Looked(target)
     if target.seal is not None and domain not in target.seal.domains:
         lost = ", ".join(target.seal.domains)
-        result.unchecked.append(f"it lies in domain {lost}: not seen from here; verify there")
+        result.unchecked.append(
+            f"it is in domain {lost}, which cannot be seen from here; verify it there"
+        )
         return result
     result.found = _open(storage, target, views, result)
     manifest = result.manifest
@@ -431,7 +433,9 @@ def _open_unlogged(storage: Storage, target: Target, views: Views, result: Looke
     manifest = found.manifest
     if manifest is None:
         if views:
-            result.notes.append("another program saved it beside the log; load it by its name")
+            result.notes.append(
+                "another program saved it, so it is not in the log; load it by its name"
+            )
         return found
     inner = storage.uri(f"{target.name}/{manifest.save_id}/{MANIFEST}")
     try:
@@ -443,7 +447,12 @@ def _open_unlogged(storage: Storage, target: Target, views: Views, result: Looke
     if raw != outer:
         result.add(Damage.MANIFEST, inner, f"it differs from {where}", _BRING_BACK)
     elif target.digest is not None and digest_of(raw) != target.digest:
-        result.add(Damage.MANIFEST, inner, "it is not the one that the whole names", _BRING_BACK)
+        result.add(
+            Damage.MANIFEST,
+            inner,
+            "it is not the save that the checkpoint of parts names",
+            _BRING_BACK,
+        )
     return found
 
 
@@ -484,7 +493,7 @@ def _expected(
         hosts = f" on {', '.join(lost.hosts)}" if lost.hosts else ""
         count = sum(f.domain == lost.id for f in manifest.files)
         result.unchecked.append(
-            f"domain {lost.id}{hosts}, {count} files: not seen from here; verify there"
+            f"domain {lost.id}{hosts}, {count} files: they cannot be seen from here; verify them there"
         )
     gone = {lost.id for lost in away}
     files = [f for f in manifest.files if f.domain not in gone]
@@ -518,7 +527,7 @@ def _look_at_files(storage: Storage, result: Looked, at_once: int) -> None:
             result.add(
                 Damage.SIZE,
                 uri,
-                f"it has {size} bytes, {record.size_bytes} were written",
+                f"it has {size} bytes, but {record.size_bytes} were written",
                 _BRING_BACK,
                 path=record.path,
                 start=min(size, record.size_bytes),
@@ -595,8 +604,8 @@ def _look_at_projection(storage: Storage, result: Looked, manifest: Manifest, vi
         wanted[MANIFEST] = {seal.digest}  # the manifest of a copy was compared when it was opened
     keys = AttemptKeys(storage.capabilities.shape, result.target.name, manifest.save_id)
     note = (
-        "it is committed and its projection is not complete: stock readers see what it replaces; the "
-        "next writer of the run, or prepare_run, completes it"
+        "it is committed, but its projection is incomplete: stock readers see the save that it replaces; "
+        "the next writer of the run, or prepare_run, completes it"
     )
     for name, digests in wanted.items():
         if not digests:
@@ -616,7 +625,7 @@ def _look_at_projection(storage: Storage, result: Looked, manifest: Manifest, vi
                 and name == METADATA
                 and _is_foreign(storage, result.target.name, views)
             ):
-                why, todo = "another program saved over it: this is not ours", _SAVED_OVER
+                why, todo = "another program overwrote it", _SAVED_OVER
             result.add(Damage.PROJECTION, storage.uri(key), why, todo, path=name)
 
 

@@ -94,7 +94,7 @@ class Holding:
         if self.hold is Hold.FREE:
             return "free"
         fence = Fence(Generation(self.generation, ""), host=self.host, pid=self.pid, job=self.job)
-        gone = ", whose process is gone" if self.hold is Hold.GONE else ""
+        gone = ", but its process has ended" if self.hold is Hold.GONE else ""
         return f"held by {describe(fence)}{gone}"
 
 
@@ -301,7 +301,7 @@ def age_s(created_at: str | None, now: datetime | None = None) -> float | None:
     return ((now or datetime.now(UTC)) - then).total_seconds()
 
 
-_UNPROJECTED = "stock torch does not see it; the next owner of the run puts that right"
+_UNPROJECTED = "stock torch does not see it; the next owner of the run projects it"
 
 
 def from_beside(line: Checkpoint, beside: UnloggedCheckpoint) -> Checkpoint:
@@ -344,10 +344,12 @@ def as_foreign(line: Checkpoint, look: Look) -> Checkpoint:
             line, state=State.FOREIGN, note="ckptfs did not write it; load it by its name"
         )
     lost = f"{missing[0]} is missing" if len(missing) == 1 else f"{len(missing)} files are missing"
-    why = f"{lost} that its {METADATA} names"
+    why = f"of the files that its {METADATA} names, {lost}"
     if missing == (METADATA,):
-        why = f"its {METADATA} is not one, or not all of one"
-    return replace(line, state=State.DAMAGED, note=f"not whole, and not written by ckptfs: {why}")
+        why = f"its {METADATA} is damaged or incomplete"
+    return replace(
+        line, state=State.DAMAGED, note=f"it is incomplete, and ckptfs did not write it: {why}"
+    )
 
 
 def as_overwritten(line: Checkpoint, seal: Seal, look: Look) -> Checkpoint:
@@ -361,7 +363,7 @@ def as_overwritten(line: Checkpoint, seal: Seal, look: Look) -> Checkpoint:
     shape = look.storage.capabilities.shape
     if not drive(is_overwritten(seal, look.views, shape), look.storage):
         return line
-    note = f"another program saved over it: its {METADATA} is not ours"
+    note = f"another program overwrote its {METADATA}"
     return replace(line, note=f"{line.note}; {note}" if line.note else note)
 
 
@@ -414,7 +416,7 @@ def _with_part(line: Checkpoint, part: Seal, look: Look) -> Checkpoint:
         found = drive(find(part, look.storage.capabilities.shape, line.uri), look.storage)
     except (NotFoundError, StaleError, IntegrityError, ManifestError):
         name = part.name.rpartition("/")[2]
-        note = f"part {name} is not seen from here"
+        note = f"part {name} cannot be seen from here"
         return replace(line, note=f"{line.note}; {note}" if line.note else note)
     manifest = found.manifest
     if manifest is None:

@@ -273,7 +273,7 @@ def _unsealed(look: Look, attempts: Iterable[AttemptRecord]) -> list[_Candidate]
         created_at = began_at(record.save_id)
         state, note = State.SAVING, ""
         if any(save.part is not None for save in saves):
-            note = "a part, whole; the others are not yet"
+            note = "this part is complete; other parts are not"
         elif look.views:
             state, note = _attempt_state(look, record, created_at)
         name = record.name or record.save_id
@@ -324,9 +324,7 @@ def _notes(look: Look) -> tuple[str, ...]:
 def _partial_note(checked: CheckedViews) -> str:
     """Return a note that says what of the log no reader sees; "" if they see all of it. Pure."""
     if checked.lost_domain:
-        return (
-            f"{CONTROL}/domain is missing: the log is not read, each checkpoint speaks for itself"
-        )
+        return f"{CONTROL}/domain is missing: the log is not read, and each checkpoint is judged by its own files"
     if checked.gap is None:
         return ""
     missing = checked.gap.missing
@@ -523,7 +521,7 @@ def _no_run(entries: Sequence[Entry]) -> Iterator[str]:
         yield f"no run, a directory of single files: {shown}; ckptfs inspect shows one of them"
         halves = sum(1 for e in entries if is_partial_name(e.name))
         if halves:
-            yield f"{halves} files that never got their name (.partial-*): ckptfs gc shows whose"
+            yield f"{halves} temporary files (.partial-*) of interrupted writes: ckptfs gc shows them"
     elif any(e.name == CONTROL for e in entries):
         yield f"no run: {CONTROL} is empty"
 

@@ -259,7 +259,7 @@ def _lines(entries: Sequence[Entry | Line]) -> list[Line]:
 
 def _decoded(number: int, data: bytes | None) -> Entry | Line:
     if data is None:
-        what = "nothing: somebody removed it"
+        what = "nothing: it was removed"
         return Line(number, "missing", Condition.MISSING, Stamp(), what, "no entry is ever removed")
     try:
         entry = decode_entry(data, log_key(number))

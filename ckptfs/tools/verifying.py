@@ -200,7 +200,7 @@ def _sight(storage: Storage) -> Aim:
     findings = () if sight.unread is None else (_of_log(storage, sight.unread),)
     notes: tuple[str, ...] = ()
     if state is not None and state.foreign:
-        notes = ("the log has entries that this version does not know; they were passed over",)
+        notes = ("the log has entries that this version does not know; they were ignored",)
     return Aim(storage, views, domain, findings=findings, notes=notes)
 
 
@@ -318,12 +318,12 @@ def _doubts(storage: Storage, views: Mapping[str, LogState]) -> Iterator[Doubt]:
         if save.seal is None or standing(save_id, views) is not Standing.IN_DOUBT:
             continue
         lost = sorted(set(save.seal.domains) - set(views))
-        why = f"in doubt: whether it was committed is known in domain {', '.join(lost)} too"
+        why = f"in doubt: domain {', '.join(lost)}, which cannot be reached, also decides whether it was committed"
         yield Doubt(storage.uri(save.seal.name), save.seal.name, save_id, why)
 
 
 JOBS = min(8, 2 * (os.cpu_count() or 1))
-_NO_DIGESTS = "what it was cannot be told: compare it with another copy, or save it again"
+_NO_DIGESTS = "its original bytes are unknown: compare it with another copy, or save it again"
 _DO = "copy it back from another place, or restore another checkpoint"
 
 
@@ -463,7 +463,7 @@ class _Pass:
 
     def _tell_uncompared(self, result: Looked, files: Sequence[DeepFile]) -> None:
         if result.found is not None and result.manifest is None:
-            result.unchecked.append("no digests: only sizes could be compared")
+            result.unchecked.append("it has no digests: only sizes were compared")
             return
         covered = {f.path for f in result.findings} | {f.path for f in files}
         sidecars = {f.digests for f in result.files if f.digests is not None}
@@ -641,7 +641,7 @@ def look_at_stock(storage: Storage, seen: Looked) -> None:
     found = seen.found
     if found is None:
         return
-    seen.notes.append("no digests: sizes only")
+    seen.notes.append("it has no digests: only sizes were compared")
     uri = storage.uri(found.metadata)
     try:
         described = _decoded(storage, found)
@@ -662,7 +662,7 @@ def look_at_stock(storage: Storage, seen: Looked) -> None:
         seen.sizes[path] = size
         if size < needed:
             lost = keys_in(places, path, size, needed)
-            what = f"it has {size} bytes, .metadata needs {needed}"
+            what = f"it has {size} bytes, but .metadata needs {needed}"
             details = {"path": path, "start": size, "stop": needed, "tensors": lost}
             seen.add(Damage.SIZE, where, what, _DO, **details)
 

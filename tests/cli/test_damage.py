@@ -49,7 +49,7 @@ SHARD, SIDECAR = r"/__0_0\.distcp\n +", r"/__0_0\.xxh3\n +"
 TABLE = {
     #                                   llliv dcg
     "nothing": row("00000000", "clean: 4 checkpoints", kinds=BOTH),
-    "truncated shard": row("00001110", SHARD + r"it has \d+ bytes, \d+ were written"),
+    "truncated shard": row("00001110", SHARD + r"it has \d+ bytes, but \d+ were written"),
     "flipped bit": row("00000110", SHARD + r"bytes \d+ to \d+ differ from what was", "deep", BOTH),
     "missing shard": row("00001110", SHARD + "it is missing"),
     "missing sidecar": row("00001110", SIDECAR + "it is missing"),
@@ -71,7 +71,7 @@ TABLE = {
     "deleted save": row("00000000", "deleted save +step_10", "gc"),
     "orphaned upload": row("00000000", "unfinished upload", "gc", ("s3",)),
     "leftovers": row("00000000", "temporary file", "gc"),
-    "foreign files": row("00000000", "nothing is left over", "gc"),
+    "foreign files": row("00000000", "nothing to remove", "gc"),
     "empty run": row("03133330", "no run log here", "gc"),
     "nothing committed": row("03133330", "abandoned attempt", "gc"),
     "nowhere": row("33333333", "there", "ls", BOTH),

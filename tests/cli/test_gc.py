@@ -84,7 +84,7 @@ def test_what_dead_jobs_left_is_shown_and_then_removed(
         assert [f["fate"] for f in run["found"]].count("stays") == len(under_way)
         assert uploads() == under_way
         assert foreign_bytes(look, FOREIGN) == theirs
-    assert cli("gc", hurt.uri, *hurt.flags, *NOW).out == "nothing is left over\n"
+    assert cli("gc", hurt.uri, *hurt.flags, *NOW).out == "nothing to remove\n"
     loaded = state_of(0)
     ckptfs.load(loaded, f"{hurt.uri}/step_20", storage_options=hurt.options)
     assert str(loaded) == str(state_of(20))
@@ -94,7 +94,7 @@ def test_a_run_in_which_nothing_was_committed(local: Place, cli: Cli) -> None:
     """Its only attempt goes; the run is as a new job would find it."""
     hurt = DAMAGES["nothing committed"].made(local)
     assert cli("gc", hurt.uri, *ALL, "--delete").exit == 0
-    assert cli("gc", hurt.uri, *NOW).out == "nothing is left over\n"
+    assert cli("gc", hurt.uri, *NOW).out == "nothing to remove\n"
     assert not list(Path(hurt.uri, ".ckptfs/attempts").iterdir())
 
 
@@ -128,7 +128,7 @@ def test_a_save_that_may_be_under_way_keeps_the_run_from_being_fenced(
         before = state_now(hurt)
         ran = cli("gc", hurt.uri, *hurt.flags, "--delete", "--yes")
         assert (ran.exit, state_now(hurt)) == (6, before)
-        assert "a save may be under way: step_50" in ran.err
+        assert "a save may be in progress: step_50" in ran.err
         assert "--older-than 0s" in ran.err
         attempt.abandon()
 
@@ -265,7 +265,7 @@ def test_runs_below_a_directory(local: Place, cli: Cli, golden: Golden) -> None:
     above = Place("file", local.uri)
     for name, damage in (("a", "deleted save"), ("b", "garbage entry"), ("deep/c", "nothing")):
         DAMAGES[damage].made(Place("file", f"{local.uri}/{name}"))
-    assert cli("gc", above.uri).out.endswith("nothing is left over\n")
+    assert cli("gc", above.uri).out.endswith("nothing to remove\n")
     shown = cli("gc", above.uri, "--recursive")
     golden("gc-recursive", sizeless(shown.out), above)
     assert shown.exit == 1
@@ -324,7 +324,7 @@ def test_what_killed_writers_of_single_files_left(cli: Cli, tmp_path: Path) -> N
     assert ran.exit == 0
     assert left.name in ran.out
     assert "its writer died" in ran.out
-    assert "2 would go" in ran.out
+    assert "2 can be removed" in ran.out
     assert ".partial" in cli("ls", tmp_path).out
     assert cli("gc", tmp_path, "--delete", "--yes").exit == 0
     there = sorted(path.name for path in tmp_path.iterdir())

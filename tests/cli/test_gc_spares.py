@@ -66,7 +66,7 @@ def test_a_checkpoint_that_was_put_back_stays(local: Place) -> None:
         delete_checkpoint(storage, "step_10")
     shutil.copytree(backup, step)
     (found,) = look_for_debris(local.uri, 0.0).found
-    assert (found.fate, "put the checkpoint back" in found.why) == (Fate.STAYS, True)
+    assert (found.fate, "the checkpoint was put back" in found.why) == (Fate.STAYS, True)
     collect(local.uri, 0.0)
     assert sorted(p.name for p in step.rglob("*")) == sorted(p.name for p in backup.rglob("*"))
 
@@ -98,7 +98,7 @@ def test_a_file_that_is_being_sent_keeps_its_attempt(bucket: Place) -> None:
     fates = {f.debris: f.fate for f in look_for_debris(hurt.uri, older_than_s, hurt.options).found}
     assert fates[Debris.ATTEMPT] is fates[Debris.UPLOAD] is Fate.YOUNG
     before = state_now(hurt)
-    with pytest.raises(RunBusyError, match="a save may be under way: step_30"):
+    with pytest.raises(RunBusyError, match="a save may be in progress: step_30"):
         collect(hurt.uri, older_than_s, hurt.options)
     assert state_now(hurt) == before
     assert {f.fate for f in look_for_debris(hurt.uri, 0.0, hurt.options).found} == {Fate.GOES}
@@ -111,7 +111,7 @@ def test_an_attempt_whose_record_is_being_written_is_young(local: Place) -> None
     data.mkdir(parents=True)
     (data / f"{PARTIAL_PREFIX}0123456789abcdef").write_bytes(b'{"save_id"')
     before = state_now(hurt)
-    with pytest.raises(RunBusyError, match=f"a save may be under way: {ABANDONED}"):
+    with pytest.raises(RunBusyError, match=f"a save may be in progress: {ABANDONED}"):
         collect(hurt.uri)
     assert state_now(hurt) == before
 

@@ -612,7 +612,7 @@ def test_on_the_wrong_node_a_reader_is_told_where_the_part_is(apart: Cast) -> No
     """Which domain on which node: the one that has to be started again."""
     apart.play("one")
     said = apart.look("one", "actor", at="b")
-    assert "part actor of step_1 lies in domain" in said
+    assert "part actor of step_1 is in domain" in said
     assert "on a/" in said
     missing = apart.look("one", "critic", at=HOME)
     assert "on b/" in missing

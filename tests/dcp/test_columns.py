@@ -68,8 +68,11 @@ def test_a_part_that_is_too_long_is_told() -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"\x00\xff\xff\xff\xff", f"a column of {(1 << 32) - 1} numbers, and at most {MOST}"),
-        (b"\x01\x02\x00\x00\x00\x05\x09", "numbers of 5-9, not 0-3"),
+        (b"\x00\xff\xff\xff\xff", f"a column has {(1 << 32) - 1} numbers, but at most {MOST}"),
+        (
+            b"\x01\x02\x00\x00\x00\x05\x09",
+            "a column has numbers from 5 to 9, but 0 to 3 are allowed",
+        ),
     ],
 )
 def test_columns_that_nobody_made_say_what_is_wrong(data: bytes, told: str) -> None:

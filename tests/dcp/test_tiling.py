@@ -332,7 +332,7 @@ def test_verify_reports_chunks_that_overlap_or_leave_a_hole(tmp_path: Path, case
     assert [finding.tensors for finding in found] == ([("w",)] if case in WRONG else [])
     assert all(finding.damage is Damage.METADATA for finding in found)
     if case == "an overlap as large as the hole":
-        assert "overlap and leave a part of it out" in found[0].what
+        assert "overlap and leave a part of it uncovered" in found[0].what
 
 
 @pytest.mark.parametrize("chunk", [((0, 0), (2, 4)), ((0, 0), (4, 1)), ((0, 0), (2, 2))])

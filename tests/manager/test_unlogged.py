@@ -308,10 +308,10 @@ def test_ls_knows_what_stock_saved_for_what_it_is(run: Path) -> None:
     lines = {line.name: line for line in listed.checkpoints}
     assert lines["step_3"].state is State.FOREIGN
     assert lines["step_4"].state is State.DAMAGED
-    assert "not whole" in lines["step_4"].note
+    assert "it is incomplete" in lines["step_4"].note
     assert "__0_0.distcp is missing" in lines["step_4"].note
     assert lines["step_2"].state is State.COMMITTED
-    assert "another program saved over it" in lines["step_2"].note
+    assert "another program overwrote its .metadata" in lines["step_2"].note
 
 
 def test_verify_knows_what_stock_saved_for_what_it_is(run: Path) -> None:
@@ -327,7 +327,7 @@ def test_verify_knows_what_stock_saved_for_what_it_is(run: Path) -> None:
     assert {f.damage for f in found["step_4"].findings} == {Damage.MISSING}
     (over,) = found["step_2"].findings
     assert over.damage is Damage.PROJECTION
-    assert "another program saved over it" in over.what
+    assert "another program overwrote it" in over.what
     assert "copy" not in over.todo
 
 

@@ -189,7 +189,7 @@ def test_groups_and_a_driver_commit_one_checkpoint(stage: Stage) -> None:
         assert wrong == {True}
     else:
         (text,) = wrong
-        assert "part critic of step_1 lies in domain" in text
+        assert "part critic of step_1 is in domain" in text
         assert "on b/" in text
         assert "on c/" in text
     assert not stage.left()

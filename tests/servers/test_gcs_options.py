@@ -225,7 +225,7 @@ def test_what_gcsfs_alone_knows_goes_through_it(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(gcsfs.core, "GCSFileSystem", Newer)
     options = {"newer": "s3cret", "endpoint_url": "http://localhost:1"}
-    assert gcs.unsupported_option(options) == "newer is an option of gcsfs alone"
+    assert gcs.unsupported_option(options) == "only gcsfs has the option newer"
     assert gcs.open_library(URI, options, Times()).filesystem().newer == "s3cret"
     with pytest.raises(UriError, match="newest"):
         gcs.open_library(URI, {"newest": 1}, Times())

@@ -102,7 +102,7 @@ def test_writers_race_on_it(kind: str, writers: int, request: pytest.FixtureRequ
         ("rclone", "requests", Verdict.WARN, "a range is answered with 200"),
         ("rclone", "multipart-list", Verdict.OK, "an upload under way is listed"),
         ("s3rver", "multipart-list", Verdict.WARN, "does not know this request"),
-        ("s3rver", "object-lock", Verdict.UNKNOWN, "the server does not tell"),
+        ("s3rver", "object-lock", Verdict.UNKNOWN, "the server does not report them"),
         ("swift", "conditional-create", Verdict.WARN, "no exclusive create"),
         ("swift", "multipart-list", Verdict.OK, "an upload under way is listed"),
         ("swift", "requests", Verdict.OK, "batches deleted as ckptfs asks"),

@@ -53,14 +53,14 @@ def test_a_checkpoint_that_no_log_knows_is_replaced_only_by_overwrite(
     else:
         shutil.copytree(save(tmp_path / "other" / "step_1", 7.0), target)
     for into in (target, f"{target.parent}/"):
-        with pytest.raises(CommitConflictError, match="which no log knows"):
+        with pytest.raises(CommitConflictError, match="which no log lists"):
             copy_to(source, into)
     with pytest.raises(CommitConflictError):
         copy_to(source.parent, target.parent)
     assert value_of(target) == 7.0
     report = copy_to(source, target, overwrite=True)
     assert statuses(report) == {"step_1": "copied"}
-    assert any("known to no log" in warning for warning in report.warnings)
+    assert any("no log lists the step_1" in warning for warning in report.warnings)
     assert value_of(target) == 1.0
 
 

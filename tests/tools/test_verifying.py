@@ -112,7 +112,7 @@ def test_a_replacement_that_stopped_half_way_is_no_damage(
     monkeypatch.delenv("CKPTFS_TEST_FAULT")
     stopped = verify([run], deep=True)
     assert stopped.verdict is Verdict.CLEAN
-    assert "projection is not complete" in " ".join(stopped.checkpoints[0].notes)
+    assert "projection is incomplete" in " ".join(stopped.checkpoints[0].notes)
     (attempt,) = (tmp_path / "run" / ".ckptfs" / "attempts").iterdir()
     aside = attempt.rename(tmp_path / "aside")
     abandoned = verify([run], deep=True)
@@ -250,7 +250,7 @@ def test_a_checkpoint_of_an_older_version_is_clean_with_a_note(tmp_path: Path) -
     (one,) = verify([tmp_path / "copy"], deep=True).checkpoints
     assert one.verdict is Verdict.CLEAN
     (note,) = one.notes
-    assert "not bound" in note
+    assert "without the digests of the sidecars" in note
 
 
 @pytest.mark.parametrize("deep", [False, True])

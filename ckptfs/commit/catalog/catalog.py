@@ -303,7 +303,7 @@ def part_of(seal: Seal, part: str | None, where: Uri) -> tuple[Seal, str]:
         )
     pairs = zip(ref.domains, ref.hosts, strict=False)
     held = "; ".join(f"domain {domain} on {host}" for domain, host in pairs)
-    return piece(seal, ref), f"part {part} of {seal.name} lies in {held}" if held else ""
+    return piece(seal, ref), f"part {part} of {seal.name} is in {held}" if held else ""
 
 
 def refuse_parts(parts: Sequence[PartRef], name: str, where: Uri) -> None:
@@ -571,10 +571,10 @@ def look_at_log() -> Program[Sight]:
     """Fold this domain's log, and check that readers see all of it."""
     view = yield from read_view()
     checked = yield from check_log({} if view is None else dict([view]))
-    why = f"{LOG} has entries, and {CONTROL}/domain is missing" if checked.lost_domain else None
+    why = f"{LOG} has entries, but {CONTROL}/domain is missing" if checked.lost_domain else None
     if checked.gap is not None:
         lost, present = checked.gap.missing, checked.gap.there
-        why = f"entry {lost} is missing or cannot be seen, and entry {present} is there"
+        why = f"entry {lost} is missing or not visible here, but entry {present} exists"
     if view is None:
         return Sight(unread=why)
     domain, _ = view

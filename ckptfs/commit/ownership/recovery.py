@@ -301,7 +301,7 @@ def _complete_deletes(
         if save.gone:
             leftovers.setdefault(save.seal.name, []).append(save.seal)
             continue
-        reason = "begun elsewhere"
+        reason = "another domain began the delete"
         if left_to_caller is None:
             delete = delete_save(save.seal, views, means, holder, reason=reason)
         else:
@@ -381,7 +381,7 @@ def note_deletes(
         if standing(save_id, views) is not Standing.DELETED:
             continue
         outcome = yield from enter_delete(
-            save_id, means, by, outcome.state, reason="deleted at home"
+            save_id, means, by, outcome.state, reason="its home domain deleted it"
         )
         if isinstance(outcome, Refused) and outcome.reason is Refusal.FENCED:
             return outcome

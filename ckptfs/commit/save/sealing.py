@@ -169,7 +169,7 @@ def _append(
         return _Answer(means.domain, _What.SEALED)
     if outcome.reason in (Refusal.FENCED, Refusal.ABORTED):
         return _Answer(means.domain, _What.FENCED, _who(outcome.state.fence))
-    return _Answer(means.domain, _What.CONFLICT, f"{seal.name} was committed meanwhile")
+    return _Answer(means.domain, _What.CONFLICT, f"{seal.name} was committed during this save")
 
 
 def _judge(answers: Sequence[_Answer | None]) -> _Answer:

@@ -182,9 +182,9 @@ _HIDDEN = _Hidden()
 
 def _size(lengths: Any) -> tuple[int, ...]:
     if type(lengths) not in (tuple, list) or len(lengths) > MOST_DIMS:
-        raise ValueError(f"a size that is no tuple of up to {MOST_DIMS} numbers")
+        raise ValueError(f"it has a size that is not a tuple of at most {MOST_DIMS} integers")
     if set(map(type, lengths)) - {int}:
-        raise ValueError("a size of something else than integers")
+        raise ValueError("it has a size with dimensions that are not integers")
     return tuple(lengths)
 
 
@@ -192,7 +192,7 @@ def _set_of(items: Any = ()) -> SetOf:
     if type(items) is tuple and not items:
         return SetOf()
     if type(items) is not list:
-        raise ValueError("a set of something else than a list")
+        raise ValueError("it makes a set from something other than a list")
     return SetOfList(items)
 
 
@@ -212,7 +212,7 @@ class SetOfList(SetOf):
 def _path(kind: str) -> _Function:
     def made(*parts: Any) -> PathOf:
         if set(map(type, parts)) - {str}:
-            raise ValueError("a path of something else than texts")
+            raise ValueError("it has a path with components that are not strings")
         return PathOf(kind, parts)
 
     return _Function(made)
@@ -316,7 +316,7 @@ class _Machine:
         """Return a memo entry."""
         value = self.memo[number]
         if value is _HIDDEN:
-            raise ValueError(f"it refers to number {number}, which no pickler refers to")
+            raise ValueError(f"it refers to memo entry {number}, which no pickler does")
         return value
 
     def got(self, raw: bytes) -> Any:
@@ -331,7 +331,7 @@ class _Machine:
             return
         if number > len(memo):
             if number > len(self.data):
-                raise ValueError(f"a memo of {number} entries in {len(self.data)} bytes")
+                raise ValueError(f"it has a memo of {number} entries in {len(self.data)} bytes")
             memo.extend([_HIDDEN] * (number + 1 - len(memo)))
             self.has_holes = True
         elif memo[number] is not _HIDDEN:  # no cached record refers to a hidden entry
@@ -344,7 +344,7 @@ class _Machine:
         """Pop and return what was pushed since the last mark."""
         begin = self.marks.pop()
         if begin > len(self.stack):
-            raise ValueError("a mark above the stack")
+            raise ValueError("it has a mark beyond the top of the stack")
         found = self.stack[begin:]
         del self.stack[begin:]
         return found
@@ -558,7 +558,7 @@ class _Machine:
     def global_of(self, module: Any, name: Any) -> Any:
         """Return what the pickle may use under this name."""
         if type(module) is not str or type(name) is not str:
-            raise ValueError("a name that is no text")
+            raise ValueError("it names a class by something other than a string")
         if module.split(".", maxsplit=1)[0] == "pathlib":
             module = "pathlib"  # 3.13 has them in pathlib._local
         known = self.names.get((module, name))
@@ -573,35 +573,35 @@ class _Machine:
         """Perform NEWOBJ for a class of torch's, without arguments."""
         arguments, kind = self.stack.pop(), self.stack.pop()
         if type(kind) is not Kind or arguments != ():
-            raise ValueError("an object of something that is no class of DCP's")
+            raise ValueError("it makes an object of something that is not a class of DCP")
         self.stack.append(Object(kind))
 
     def reduce(self) -> None:
         """Perform REDUCE for a function of the list, called with a tuple."""
         arguments, function = self.stack.pop(), self.stack.pop()
         if type(function) is not _Function or type(arguments) is not tuple:
-            raise ValueError("a call of something that is no function of DCP's")
+            raise ValueError("it calls something that is not a function of DCP")
         self.stack.append(function.call(*arguments))
 
     def build(self) -> None:
         """Perform BUILD: give an object its state, once."""
         state, made = self.stack.pop(), self.stack[-1]
         if type(made) is not Object or made.state is not None or type(state) not in (Dict, tuple):
-            raise ValueError("a state of something that has none, or has one")
+            raise ValueError("it sets the state of a value that takes none or has one already")
         made.state = state
 
     def put_in(self, items: Sequence[Any]) -> None:
         """Perform SETITEM or SETITEMS."""
         target = self.stack[-1]
         if type(target) is not Dict or len(items) % 2:
-            raise ValueError("an item of something that is no dict")
+            raise ValueError("it sets an item of something that is not a dict")
         target.extend(items)
 
     def append(self, items: Sequence[Any], kind: type[list[Any]] = list) -> None:
         """Perform APPEND, APPENDS or ADDITEMS."""
         target = self.stack[-1]
         if type(target) is not kind:
-            raise ValueError("an element of something that is no list, or no set")
+            raise ValueError("it adds an element to something that is not a list or a set")
         target.extend(items)
 
     def run(self) -> Any:
@@ -629,7 +629,7 @@ class _Machine:
                         append(Object(value))
                         continue
                 if kind is _Hidden:
-                    raise ValueError("it refers to what no pickler refers to")
+                    raise ValueError("it refers to a memo entry that no pickler refers to")
                 append(value)
                 at = end
             elif op == SHORT_BINUNICODE:
@@ -638,7 +638,7 @@ class _Machine:
                 at = end
             elif op == MEMOIZE:
                 if self.has_holes:
-                    raise ValueError("MEMOIZE after a PUT that left numbers out")
+                    raise ValueError("it memoizes a value after a PUT that skipped numbers")
                 memo.append(stack[-1])
             elif op == TUPLE1:
                 stack[-1] = (stack[-1],)
@@ -658,7 +658,7 @@ class _Machine:
     def root(self) -> Any:
         """Return the only value on the stack at STOP."""
         if len(self.stack) != 1 or self.marks:
-            raise ValueError("it ends with something on the stack")
+            raise ValueError("it ends with values left on the stack")
         return self.stack[0]
 
 
@@ -669,8 +669,8 @@ def _unknown(op: int) -> ValueError:
     if op in (0x82, 0x83, 0x84):
         return NotAllowedError("an extension code")
     if op in (0x50, 0x51):
-        return NotAllowedError("an outside object")
-    return ValueError(f"opcode {op:#x}, which no .metadata needs")
+        return NotAllowedError("an object outside the file")
+    return ValueError(f"it has the opcode {op:#x}, which no .metadata needs")
 
 
 def _text(m: _Machine, raw: bytes) -> None:
@@ -680,7 +680,7 @@ def _text(m: _Machine, raw: bytes) -> None:
 def _long(m: _Machine, width: int) -> None:
     raw = m.sized(width)
     if len(raw) > 8:  # noqa: PLR2004
-        raise ValueError(f"a number of {len(raw)} bytes")
+        raise ValueError(f"it has an integer of {len(raw)} bytes")
     m.stack.append(int.from_bytes(raw, "little", signed=True))
 
 
@@ -688,7 +688,7 @@ def _tuple(count: int) -> Callable[[_Machine], None]:
     def made(m: _Machine) -> None:
         stack = m.stack
         if len(stack) < count:
-            raise ValueError("a tuple of more than there is")
+            raise ValueError("it makes a tuple of more values than the stack holds")
         stack[len(stack) - count :] = [tuple(stack[len(stack) - count :])]
 
     return made
@@ -740,7 +740,7 @@ def _pop_mark(m: _Machine) -> None:
 
 
 def _bad_new(_: _Machine) -> NoReturn:
-    raise ValueError("an object with arguments")
+    raise ValueError("it makes an object with arguments")
 
 
 _OPCODES: Mapping[int, Callable[[_Machine], None]] = {

@@ -349,12 +349,12 @@ class Columns:
 
     def _checked_entries(self, flat: Dict) -> dict[str, _Tensor | None]:
         keys, values = flat[::2], flat[1::2]
-        _need(_types(keys) <= {str}, "a key that is no text")
+        _need(_types(keys) <= {str}, "it has a key that is not a string")
         entries = {key: self._entry(key, value) for key, value in zip(keys, values, strict=True)}
         tensors = [entry for entry in entries.values() if entry is not None]
         lists = [*map(attrgetter("chunks"), tensors)]
         # One list of many chunks that many tensors share would be visited for each of them.
-        _need(sum(map(len, lists)) <= self._budget, "more chunks than it has bytes")
+        _need(sum(map(len, lists)) <= self._budget, "it lists more chunks than it has bytes")
         if _types(chain.from_iterable(lists)) - {Chunk}:
             for tensor in tensors:
                 tensor.chunks = [*map(_chunk_of, tensor.chunks)]
@@ -369,10 +369,16 @@ class Columns:
             raise self._not_described(entries)
         check_collisions({id(one): one for one in offsets}.values())
         states = {id(one): one for one in map(attrgetter("properties"), tensors)}.values()
-        _need(all(map(_is_flat_state, states)), "properties of a tensor that are none")
+        _need(
+            all(map(_is_flat_state, states)),
+            "it describes the properties of a tensor by something else",
+        )
         kinds = {*states}
-        _need(len(kinds) <= _KINDS, "too many kinds of tensors")
-        _need(all(map(_is_accepted, kinds)), "properties that torch does not accept")
+        _need(len(kinds) <= _KINDS, "it describes too many kinds of tensors")
+        _need(
+            all(map(_is_accepted, kinds)),
+            "it has properties of a tensor that torch does not accept",
+        )
         return entries
 
     def _entry(self, key: str, value: Any) -> _Tensor | None:
@@ -409,14 +415,19 @@ class Columns:
         if _types(indexes) - {Index} or _types(infos) - {Place}:
             for number, (index, info) in enumerate(zip(indexes, infos, strict=True)):
                 indexes[number], infos[number] = self._item(number, index, info)
-        _need(_types(map(_FIRST, indexes)) <= {str}, "the index of a key that is no text")
+        _need(
+            _types(map(_FIRST, indexes)) <= {str}, "it has an index with a key that is not a string"
+        )
         offsets = [*map(_SECOND, indexes)]
         _check_sizes([offset for offset in offsets if offset is not None])
-        _need(_types(map(itemgetter(2), indexes)) <= {int, type(None)}, "a hint that is no number")
+        _need(
+            _types(map(itemgetter(2), indexes)) <= {int, type(None)},
+            "it has an index hint that is not a number",
+        )
         check_collisions(map(itemgetter(0, 1), indexes))
-        _need(_types(map(_FIRST, infos)) <= {str}, "a path that is no text")
+        _need(_types(map(_FIRST, infos)) <= {str}, "it has a path that is not a string")
         numbers = [*map(_SECOND, infos), *map(itemgetter(2), infos)]
-        _need(_types(numbers) <= {int}, "a range of something else than numbers")
+        _need(_types(numbers) <= {int}, "it has a byte range that is not made of integers")
         if min(numbers, default=0) < 0:
             path = next(path for path, offset, length in infos if min(offset, length) < 0)
             raise ManifestError(
@@ -497,7 +508,7 @@ def _fields(made: Object) -> dict[str, Any]:
     """Return the state of an object as a dict; ValueError if it has none."""
     state = made.state
     if type(state) is not Dict or _types(names := state[::2]) - {str}:
-        raise ValueError(f"a {made.kind.name} without fields")
+        raise ValueError(f"it has a {made.kind.name} without fields")
     return dict(zip(names, state[1::2], strict=True))
 
 
@@ -505,7 +516,7 @@ def _chunk_of(value: Any) -> Chunk:
     if type(value) is Chunk:
         return value
     if type(value) is not Object or value.kind is not CHUNK:
-        raise ValueError(f"a chunk that is a {_kind_of(value)}")
+        raise ValueError(f"it describes a chunk by a {_kind_of(value)}")
     fields = _fields(value)
     return Chunk(fields.get("offsets"), fields.get("sizes"))
 
@@ -555,10 +566,16 @@ def _properties_of(state: tuple[Any, ...]) -> TensorProperties:
 
 
 def _check_sizes(sizes: Collection[Any]) -> None:
-    _need(_types(sizes) <= {tuple}, "a size that is none")
-    _need(max(map(len, sizes), default=0) <= MOST_DIMS, f"more than {MOST_DIMS} dimensions")
-    _need(_types(chain.from_iterable(sizes)) <= {int}, "a size of something else than numbers")
-    _need(min(chain.from_iterable(sizes), default=0) >= 0, "a size or an offset that is negative")
+    _need(_types(sizes) <= {tuple}, "it has a size or an offset that is not a tuple")
+    _need(
+        max(map(len, sizes), default=0) <= MOST_DIMS,
+        f"it has a tensor with more than {MOST_DIMS} dimensions",
+    )
+    _need(
+        _types(chain.from_iterable(sizes)) <= {int},
+        "it has a size or an offset that is not made of integers",
+    )
+    _need(min(chain.from_iterable(sizes), default=0) >= 0, "it has a negative size or offset")
 
 
 class _StorageFields(dict[str, Any]):
@@ -589,11 +606,11 @@ class _Plain:
             return value
         if kind not in _CONTAINERS:
             # A pickle may name functions, for example, but they are not values that are saved.
-            _need(kind in _VALUES, f"a {_kind_of(value)} in a place that has none")
+            _need(kind in _VALUES, f"it has a {_kind_of(value)} where none is allowed")
             self.has_torch = True
             return TORCH[value] if self._makes_torch else value
         if depth > _DEPTH:
-            raise ValueError("it is nested too deep")
+            raise ValueError("it is nested too deeply")
         if kind is tuple:
             if _types(value) <= {str, int}:  # the path of a key, the usual case
                 self._spend(len(value))
@@ -627,7 +644,7 @@ class _Plain:
         if type(value) is Object and value.kind is PROPERTIES:
             state = value.state
             _need(type(state) is tuple and _is_flat_state(state), "no properties")
-            _need(_is_accepted(state), "properties that torch does not accept")
+            _need(_is_accepted(state), "it has properties of a tensor that torch does not accept")
             return _properties_of(state) if self._makes_torch else value
         if type(value) is Object and value.kind is STORAGE_META:
             fields = {name: self.of(one, depth + 1) for name, one in _fields(value).items()}
@@ -638,23 +655,23 @@ class _Plain:
             made = StorageMeta()
             vars(made).update(fields)
             return made
-        raise ValueError(f"a {_kind_of(value)} in a place that has none")
+        raise ValueError(f"it has a {_kind_of(value)} where none is allowed")
 
     def _key(self, value: Any) -> Any:
         """Return a key or an element of a set; refuse anything that is slow to hash."""
         if type(value) is tuple:
-            _need(len(value) <= MOST_DIMS, "a key that is too long")
-            _need(_types(value) <= _ATOMS, "a key that is nested")
+            _need(len(value) <= MOST_DIMS, "it has a key that is too long")
+            _need(_types(value) <= _ATOMS, "it has a nested key")
             self._spend(len(value))
         else:
-            _need(type(value) in _ATOMS, f"a key that is a {_kind_of(value)}")
+            _need(type(value) in _ATOMS, f"it has a key that is a {_kind_of(value)}")
             self._spend(1)
         return value
 
     def _spend(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise ValueError("it repeats more than it holds")
+            raise ValueError("it repeats more values than the file can hold")
 
 
 _ATOMS = {str, int, float, bool, bytes, type(None)}

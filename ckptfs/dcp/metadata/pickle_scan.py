@@ -96,8 +96,8 @@ def advise_on_torch(version: str) -> None:
     ]
     if numbers < [2, 10]:
         log.warning(
-            "torch %s has a known hole in weights_only (CVE-2026-24747): upgrade to 2.10 or "
-            "newer before you load files from strangers",
+            "torch %s has a known vulnerability in weights_only (CVE-2026-24747): upgrade to 2.10 or "
+            "newer before you load files that you do not trust",
             version,
         )
 
@@ -125,9 +125,9 @@ def check_archive(stream: Any) -> None:
         EOFError,
         struct.error,
     ) as error:
-        raise ValueError(f"it is no archive and no pickle: {error}") from error
+        raise ValueError(f"it is neither an archive nor a pickle: {error}") from error
     except (IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is no whole pickle: {error}") from error
+        raise ValueError(f"it is not a complete pickle: {error}") from error
     finally:
         stream.seek(0)
 
@@ -144,7 +144,7 @@ def check_collisions(keys: Iterable[Any]) -> None:
     for group in alike.values():
         # Their texts are compared, because texts cannot be made to collide; equal keys do no harm.
         if len(group) > _COLLISIONS and len(set(map(repr, group))) > _COLLISIONS:
-            raise ValueError("keys that were made to collide")
+            raise ValueError("too many of its keys have the same hash")
 
 
 def check_hashing(keys: Iterable[Any]) -> None:
@@ -154,7 +154,7 @@ def check_hashing(keys: Iterable[Any]) -> None:
         return
     for key in found:
         if type(key) is tuple and not _is_short(key):
-            raise ValueError("a key that is nested too deep, or too long")
+            raise ValueError("one of its keys is too long or nested too deeply")
     check_collisions(found)
 
 
@@ -185,7 +185,7 @@ def _bytes_of(stream: Any, record: zipfile.ZipInfo) -> bytes:
     stream.seek(record.header_offset)
     head = stream.read(_HEADER)
     if len(head) < _HEADER:
-        raise ValueError("a record without a header")
+        raise ValueError("one of its records has no header")
     skipped = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
     stream.seek(record.header_offset + _HEADER + skipped)
     found: bytes = stream.read(record.file_size)
@@ -267,7 +267,7 @@ class _Followed:
         """Simulate PUT. ValueError if there is only a mark on the stack."""
         value = self.stack[-1]
         if value is _MARK:
-            raise ValueError("a mark is no value")
+            raise ValueError("it stores a mark, which is not a value")
         self.memo[number] = value
 
     def mark(self) -> None:
@@ -356,7 +356,7 @@ class _Followed:
     def popped(self, count: int) -> list[Any]:
         """Pop the topmost values, and return them in their order."""
         if len(self.stack) < count:
-            raise ValueError("it takes more from the stack than there is")
+            raise ValueError("it takes more values from the stack than the stack holds")
         found = self.stack[-count:]
         del self.stack[-count:]
         return found
@@ -391,7 +391,7 @@ class _Followed:
     def bounded(self, parts: int) -> None:
         """Raise ValueError if shared values would take endless time to visit."""
         if parts > self.most:
-            raise ValueError("it refers to the same values again and again")
+            raise ValueError("it refers to the same values too many times")
 
     def fill(self, target: Any, items: list[Any]) -> None:
         """Put these items into a container."""
@@ -417,13 +417,13 @@ class _Followed:
                 continue  # the hash of such a number is the number itself: no two of them collide
             if isinstance(key, _Large):
                 raise ValueError(  # noqa: TRY004
-                    "a key that is nested too deep, or too long"
+                    "one of its keys is too long or nested too deeply"
                 )
             if isinstance(key, (tuple, *_ATOMS)):
                 alike = self.alike.setdefault(hash(key), set())
                 alike.add(repr(key))
                 if len(alike) > _COLLISIONS:
-                    raise ValueError("keys that were made to collide")
+                    raise ValueError("too many of its keys have the same hash")
 
     def called(self, function: Any, arguments: Any) -> None:
         """Simulate a call.
@@ -438,7 +438,7 @@ class _Followed:
                     a for one in arguments if type(one) is tuple for a in one if type(a) is int
                 ]
             if last in ("bytearray", "bytes", "_reconstruct") and any(a > self.size for a in sizes):
-                raise ValueError(f"{last} of more bytes than the file has")
+                raise ValueError(f"it calls {last} for more bytes than the file has")
         self.stack.append(arguments if isinstance(arguments, (_Large, tuple)) else _OPAQUE)
 
 
@@ -449,7 +449,7 @@ def _opcode_of(code: bytes) -> pickletools.OpcodeInfo:
     """
     opcode = _OPCODES.get(code[0]) if code else None
     if opcode is None or opcode.name == "STRING":
-        raise ValueError(f"opcode {code!r}, which torch never writes")
+        raise ValueError(f"it has the opcode {code!r}, which torch never writes")
     return opcode
 
 

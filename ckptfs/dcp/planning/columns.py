@@ -137,9 +137,9 @@ class Unpacker:
         """Take one column; it must have ``count`` numbers, and each must be in 0 ... ``below`` - 1."""
         width, found = _COUNT.unpack(self._take(_COUNT.size))
         if count is not None and found != count:
-            raise ValueError(f"a column of {found} numbers, not {count}")
+            raise ValueError(f"a column has {found} numbers instead of {count}")
         if found > MOST:
-            raise ValueError(f"a column of {found} numbers, and at most {MOST} are read")
+            raise ValueError(f"a column has {found} numbers, but at most {MOST} are read")
         if width == _ZEROS:
             column = np.zeros(found, np.int64)
         elif width == _COUNTING:
@@ -148,9 +148,11 @@ class Unpacker:
             raw = self._take(width * found)
             column = np.frombuffer(raw, _WIDTHS[width]).astype(np.int64)
         else:
-            raise ValueError(f"no column is kept as {width}")
+            raise ValueError(f"a column has the unknown encoding {width}")
         if below is not None and found and (column.min() < 0 or column.max() >= below):
-            raise ValueError(f"numbers of {column.min()}-{column.max()}, not 0-{below - 1}")
+            raise ValueError(
+                f"a column has numbers from {column.min()} to {column.max()}, but 0 to {below - 1} are allowed"
+            )
         return column
 
     def texts(self) -> list[str]:
@@ -159,7 +161,7 @@ class Unpacker:
         text = self.part().decode("utf-8", "surrogatepass")
         ends = np.cumsum(lengths).tolist()
         if (ends[-1] if ends else 0) != len(text):
-            raise ValueError("strings that are longer than their text")
+            raise ValueError("the lengths of its strings exceed their text")
         return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     def part(self) -> bytes:
@@ -170,7 +172,7 @@ class Unpacker:
     def end(self) -> None:
         """Raise ValueError if any bytes are left."""
         if self._at != len(self._data):
-            raise ValueError("more bytes than columns")
+            raise ValueError("it has bytes after its last column")
 
     def _take(self, length: int) -> bytes:
         raw = self._data[self._at : self._at + length]
@@ -440,7 +442,7 @@ def decode_structure(data: bytes, interned: Interned) -> Columns:
     offsets, lengths = places.ints(count=flat), places.ints(count=flat)
     places.end()
     if rows.most_key >= len(names.keys) or rows.most_place >= len(shape_of):
-        raise ValueError("an item without a name or a place")
+        raise ValueError("an item has no name or no place")
     return Columns(names, shapes, rows, shape_of, offsets, lengths)
 
 
@@ -455,7 +457,7 @@ def decode_prints(data: bytes) -> Prints:
     values = np.frombuffer(packed.part(), "<u8")
     packed.end()
     if len(keys) != len(values) or np.any(keys[1:] <= keys[:-1]):
-        raise ValueError("fingerprints that belong to no key")
+        raise ValueError("it has fingerprints that belong to no key")
     return Prints(compared, keys, values)
 
 
@@ -480,7 +482,7 @@ def _decode_names(data: bytes) -> Names:
         if path:
             paths[key] = path
     if len(set(keys)) != len(keys) or next(given, None) is not None:
-        raise ValueError("a key twice, or of nothing")
+        raise ValueError("a key is empty or occurs twice")
     return Names(tuple(keys), paths)
 
 
@@ -489,7 +491,7 @@ def _decode_shapes(data: bytes) -> Shapes:
     texts = packed.texts()
     flags = packed.ints(below=4).tolist()
     if len(texts) != 3 * len(flags):
-        raise ValueError("properties without a name")
+        raise ValueError("the properties of a tensor have no name")
     kinds = [
         TensorProperties(
             dtype=_named(texts[3 * n], torch.dtype),
@@ -503,7 +505,9 @@ def _decode_shapes(data: bytes) -> Shapes:
     kind_of = packed.ints(below=len(kinds)).tolist()
     dims = packed.ints(count=len(kind_of))
     if dims.max(initial=0) > _MOST_DIMS or dims.min(initial=0) < 0:
-        raise ValueError(f"a tensor of {dims.max()} dimensions, not of up to {_MOST_DIMS}")
+        raise ValueError(
+            f"a tensor has {dims.max()} dimensions, but at most {_MOST_DIMS} are allowed"
+        )
     flat = packed.ints(count=int(dims.sum())).tolist()
     packed.end()
     ends = np.cumsum(dims).tolist()
@@ -519,7 +523,7 @@ def _decode_rows(data: bytes) -> Rows:
     packed.end()
     kinds = codes & ~_UNPLACED
     if np.any(kinds > SHARD) or np.any((kinds == OBJECT) != (places < 0)):
-        raise ValueError("an item of no kind")
+        raise ValueError("an item has an unknown kind")
     placed = (kinds != OBJECT) & (codes & _UNPLACED == 0)
     most_key = int(keys.max(initial=-1))
     return Rows(kinds.astype(np.uint8), placed, keys, places, most_key, int(places.max(initial=-1)))
@@ -529,5 +533,5 @@ def _named(name: str, kind: type[T]) -> T:
     """Return torch's dtype, layout or memory format with that name, and nothing else."""
     value = vars(torch).get(name.removeprefix("torch."))  # getattr would import what it names
     if not isinstance(value, kind):
-        raise ValueError(f"{name!r} is no {kind.__name__}")  # noqa: TRY004 - a value, not a type
+        raise ValueError(f"{name!r} is not a {kind.__name__}")  # noqa: TRY004 - a value, not a type
     return value

@@ -370,7 +370,7 @@ class _Makers:
     def _copied(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise pickle.UnpicklingError("it repeats more than it holds")
+            raise pickle.UnpicklingError("it repeats more values than it holds")
 
     def _bytes(self, text: str, encoding: str) -> bytes:
         _need(type(text) is str and encoding in ("latin1", "latin-1"))
@@ -611,7 +611,7 @@ def _layout(name: str) -> torch.layout:
 
 def _need(is_so: bool) -> None:  # noqa: FBT001
     if not is_so:
-        raise pickle.UnpicklingError("it is not as its type is pickled")
+        raise pickle.UnpicklingError("it is not pickled as its type usually is")
 
 
 class _ListedUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in Python: its opcodes can be replaced

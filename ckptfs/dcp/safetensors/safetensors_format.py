@@ -129,12 +129,12 @@ def header_size(head: bytes | bytearray, file_size: int, where: object) -> int:
     IntegrityError: the file is too short. ManifestError: it is another kind of file.
     """
     if file_size < LENGTH.size or len(head) < LENGTH.size:
-        raise _short(where, f"it has {file_size} bytes")
+        raise _short(where, f"it has only {file_size} bytes")
     [length] = LENGTH.unpack_from(head)
     if length > _MAX_HEADER_BYTES:
-        raise _foreign(where, f"a header of {length} bytes")
+        raise _foreign(where, f"its header would have {length} bytes")
     if LENGTH.size + length > file_size:
-        raise _short(where, f"it has {file_size} bytes, its header alone {length}")
+        raise _short(where, f"it has {file_size} bytes, but its header alone has {length}")
     return LENGTH.size + int(length)
 
 
@@ -145,11 +145,11 @@ def decode_header(raw: bytes, file_size: int, where: object) -> Header:
     """
     size = header_size(raw, file_size, where)
     if len(raw) != size:
-        raise _short(where, f"{len(raw)} bytes of a header of {size} were read")
+        raise _short(where, f"its header has {size} bytes, but {len(raw)} were read")
     described = _json(raw[LENGTH.size :], where)
     metadata = described.pop("__metadata__", None) or {}
     if not _is_text_map(metadata):
-        raise _foreign(where, "__metadata__ is no map of text to text")
+        raise _foreign(where, "__metadata__ does not map strings to strings")
     entries = sorted(
         (_entry(key, fields, size, where) for key, fields in described.items()),
         key=lambda entry: (entry.start, entry.size_bytes),
@@ -157,12 +157,12 @@ def decode_header(raw: bytes, file_size: int, where: object) -> Header:
     at = size
     for entry in entries:
         if entry.start != at:
-            raise _foreign(where, f"{entry.key!r} begins at {entry.start} and not at {at}")
+            raise _foreign(where, f"{entry.key!r} begins at byte {entry.start} instead of {at}")
         at += entry.size_bytes
     if at > file_size:
-        raise _short(where, f"it has {file_size} bytes, its tensors end at {at}")
+        raise _short(where, f"it has {file_size} bytes, but its tensors end at {at}")
     if at < file_size:
-        raise _foreign(where, f"{file_size - at} bytes behind its tensors")
+        raise _foreign(where, f"it has {file_size - at} bytes after its tensors")
     return Header(tuple(entries), metadata, size)
 
 
@@ -179,10 +179,10 @@ def decode_index(raw: bytes, where: object) -> dict[str, str]:
     """
     found = _json(raw, where).get("weight_map")
     if not _is_text_map(found):
-        raise _foreign(where, "weight_map is no map of keys to file names")
+        raise _foreign(where, "weight_map does not map keys to file names")
     for name in set(found.values()):
         if not name.endswith(SUFFIX) or "/" in name or "\\" in name or "\0" in name:
-            raise _foreign(where, f"{name!r} is no file of this directory")
+            raise _foreign(where, f"{name!r} is not the name of a file in this directory")
     return dict(found)
 
 
@@ -191,7 +191,7 @@ def _entry(key: str, fields: Any, data_start: int, where: object) -> Entry:
         raise _foreign(where, f"{key!r} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = dtype_named(fields["dtype"]), fields["shape"], fields["data_offsets"]
     if dtype is None:
-        raise _foreign(where, f"{key!r} has dtype {fields['dtype']!r}, which torch has not")
+        raise _foreign(where, f"{key!r} has dtype {fields['dtype']!r}, which torch does not have")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:  # noqa: PLR2004
         raise _foreign(where, f"{key!r} has shape {shape!r} and data_offsets {offsets!r}")
     entry = Entry(key, dtype, tuple(shape), data_start + offsets[0])
@@ -212,9 +212,9 @@ def _json(raw: bytes, where: object) -> dict[str, Any]:
     try:
         found = json.loads(raw.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise _foreign(where, f"it is no JSON: {error}") from error
+        raise _foreign(where, f"it is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise _foreign(where, "it is no JSON object")
+        raise _foreign(where, "it is not a JSON object")
     return found
 
 

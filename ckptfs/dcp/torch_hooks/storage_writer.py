@@ -376,7 +376,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # At the end of the interpreter, modules may be gone already, and the agent's thread has ended.
         if getattr(self, "_handover", None) is not None and not is_ending():
-            self._give_up("its writer was dropped")
+            self._give_up("its writer was garbage-collected")
 
     # -- the rest ------------------------------------------------------------------------
 

@@ -277,7 +277,7 @@ def _byte_counts(made: Frame) -> Iterator[tuple[int, str, int]]:
     """Yield the fields of the tail that hold the payload's length or an offset behind the payload."""
     tail, before = made.tail, len(made.head) + made.payload_length
     if tail[:4] != _DESCRIPTOR:
-        raise ValueError("no descriptor after the payload")
+        raise ValueError("it has no descriptor after the payload")
     fields = [(offset, "<I") for offset in _DESCRIPTOR_SIZES]
     end = len(tail) - _END_BYTES
     at = struct.unpack_from("<I", tail, end + _END_OFFSET)[0] - before

@@ -254,13 +254,13 @@ def _read(
         if len(raw) != length or has_structure > 1 or (encoded and not has_structure):
             raise ValueError("its parts do not fit together")
         if has_structure and digest != xxhash.xxh3_128_digest(encoded):
-            raise ValueError("its hash is another's")
+            raise ValueError("its hash belongs to another plan")
         if has_structure and digest not in structures:
             structures[digest] = decode_structure(encoded, interned)
         columns = structures.get(digest)
         prints = interned.get(raw, decode_prints)
         if columns and len(prints.keys) and prints.keys[-1] >= len(columns.names.keys):
-            raise ValueError("a fingerprint of no key")
+            raise ValueError("it has a fingerprint for an unknown key")
     except ValueError as error:
         raise StateError(
             f"the save plan of rank {rank} cannot be read: {error}",

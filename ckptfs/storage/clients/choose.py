@@ -160,7 +160,7 @@ def _path(
     if client == "auto":
         why = _why_not(libraries, library_options)
         if why is None:
-            return DataPath(FAST, "it can do all that the options ask for")
+            return DataPath(FAST, "it supports all of the given options")
         _need(uri, libraries.usual, libraries.extra)
         return DataPath(libraries.usual, f"obstore cannot be used: {why}")
     _need(uri, libraries.usual, libraries.extra)

@@ -273,13 +273,19 @@ def unsupported_option(options: Mapping[str, Any]) -> str | None:
             "custom_time" in settings.fixed_key_metadata,
             "custom_time needs a header that obstore does not send",
         ),
-        (set(parsed.session_kwargs) - {"trust_env"}, "session_kwargs are for aiohttp"),
-        (parsed.others, f"{min(parsed.others, default='')} is an option of gcsfs alone"),
-        (parsed.requester_pays is True and not parsed.project, "requester_pays needs the project"),
-        (parsed.token == "cache", "token='cache' is gcsfs' own file"),  # noqa: S105
+        (
+            set(parsed.session_kwargs) - {"trust_env"},
+            "session_kwargs belong to aiohttp, which obstore does not use",
+        ),
+        (parsed.others, f"only gcsfs has the option {min(parsed.others, default='')}"),
+        (
+            parsed.requester_pays is True and not parsed.project,
+            "requester_pays needs the option project",
+        ),
+        (parsed.token == "cache", "token='cache' is a file that only gcsfs reads"),  # noqa: S105
         (
             parsed.token == "anon" and not parsed.is_custom,  # noqa: S105
-            "it asks for credentials whenever it writes, so not anonymously",
+            "obstore needs credentials for every write, so it cannot write anonymously",
         ),
         (
             not _needs_no_google_auth(parsed.token) and not _has("google.auth"),

@@ -192,7 +192,7 @@ def _wrong(uri: Uri, name: str, takes: str) -> UriError:
 
 def _text(uri: Uri, name: str, value: object) -> str:
     if not isinstance(value, str) or not value or not _PRINTABLE.fullmatch(value):
-        raise _wrong(uri, name, "a printable text")
+        raise _wrong(uri, name, "a string of printable characters")
     return value
 
 
@@ -204,7 +204,7 @@ def _endpoint(uri: Uri, name: str, value: object) -> str:
 
 def _token(uri: Uri, name: str, value: object) -> object:
     if value == "browser":
-        raise _wrong(uri, name, "no 'browser': a job cannot ask anybody (token='cache' can)")
+        raise _wrong(uri, name, "no 'browser': a job has no browser; use token='cache'")
     if value == "" or isinstance(value, bool | int | float | bytes):
         raise _wrong(
             uri, name, f"one of {', '.join(NAMED_TOKENS)}, a key file, its content, or a token"
@@ -250,7 +250,7 @@ def _metadata(uri: Uri, name: str, value: object) -> dict[str, str]:
             # They are also sent as headers, which have no upper case.
             raise _wrong(uri, name, "keys of lower-case letters, digits, '-', '_' and '.'")
         if not isinstance(text, str) or not _PRINTABLE.fullmatch(text):
-            raise _wrong(uri, name, "values of printable ASCII text")
+            raise _wrong(uri, name, "values of printable ASCII characters")
     return found
 
 

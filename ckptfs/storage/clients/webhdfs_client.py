@@ -537,8 +537,8 @@ _DATA_NODE: Final = Dialect(
     "WebHDFS",
     bucket="DataNode",
     hints={
-        Reason.NO_HOST: "the NameNode sends every client to DataNodes by their own names: make "
-        "them resolve here, or map them with the storage option data_proxy, a dict from theirs to ours",
+        Reason.NO_HOST: "the NameNode redirects clients to the DataNodes' own names: make these names "
+        "resolve here, or map them to other addresses with the storage option data_proxy",
         Reason.REFUSED: "is that DataNode up, and is its HTTP port open from here? data_proxy maps "
         "addresses that differ here",
         Reason.UNREACHABLE: "is its HTTP port open from here? data_proxy maps addresses that differ",
@@ -589,7 +589,7 @@ _HINTS: Final[dict[str | type[StorageError], str]] = {
     "SnapshotException": "delete the snapshots of this directory first",
     CredentialsError: "renew them: kinit, or a new delegation token",
     "StandbyException": "name the active NameNode, or a proxy that follows it; hdfs://nameservice finds it",
-    "SafeModeException": "it ends when enough blocks are reported, or by hdfs dfsadmin -safemode leave",
+    "SafeModeException": "wait until enough blocks are reported, or run hdfs dfsadmin -safemode leave",
     "NoDataNode": "look at hdfs dfsadmin -report",
     "BlockMissingException": "bring the DataNodes back: hdfs fsck names the blocks",
     StaleError: "look it up again",

@@ -80,7 +80,7 @@ def _answer(answer: T | CkptfsError) -> T | Refusal:
 
 def _how_to_look(protocol: str) -> str:
     """Return what a user can do to see the rules if this process cannot read them."""
-    return _COMMANDS.get(_ALIASES.get(protocol, protocol), "ask whoever runs this store")
+    return _COMMANDS.get(_ALIASES.get(protocol, protocol), "ask the operator of this store")
 
 
 def judge_rules(answers: Rules | None, how_to_look: str) -> Findings:
@@ -93,9 +93,9 @@ def judge_rules(answers: Rules | None, how_to_look: str) -> Findings:
 
 def _unknown(name: str, refusal: Refusal) -> Finding:
     why = {
-        Why.ACCESS: "not permitted to look",
-        Why.UNSUPPORTED: "the server does not tell",
-    }.get(refusal.why, "could not look")
+        Why.ACCESS: "reading the settings is not permitted",
+        Why.UNSUPPORTED: "the server does not report them",
+    }.get(refusal.why, "the settings could not be read")
     text = f"{why}: {refusal.text}"
     return Finding(name, _THEME, Verdict.UNKNOWN, text, "", refusal.hint)
 

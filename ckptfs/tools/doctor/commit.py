@@ -210,7 +210,7 @@ def atomic_replace(session: Session) -> Findings:
     def judge(worlds: Sequence[World], reports: Sequence[_Sightings]) -> Findings:
         done, wrong = (
             f"replaced {max(s.times for s in reports)} times",
-            "a reader saw neither whole",
+            "a reader saw neither version complete",
         )
         return (_of_looks(worlds, reports, name, done, wrong, least=FEW_LOOKS),)
 

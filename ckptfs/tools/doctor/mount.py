@@ -121,9 +121,9 @@ def judge_space(
     }
     if not known:
         unknown = (
-            "the place does not tell"
+            "the place does not report it"
             if needs_bytes is None
-            else (f"the place does not tell whether {size_text(needs_bytes)} fit")
+            else (f"the place does not report whether {size_text(needs_bytes)} fit")
         )
         return Finding(
             name, theme, Verdict.UNKNOWN, unknown, "", "look at the bucket's quota, if it has one"
@@ -196,7 +196,9 @@ def judge_quota(mounts: Sequence[Mount | None]) -> Findings:
     if mount.kind in _WITHOUT_QUOTA or (mount.kind in _WITH_QUOTA_OPTIONS and not on):
         return (Finding(name, theme, Verdict.OK, f"{mount.kind} mounted without quotas"),)
     tool = _QUOTA_TOOLS.get(mount.kind, "quota -s")
-    text = f"{mount.kind} mounted with {', '.join(on)}" if on else f"{mount.kind} does not tell"
+    text = (
+        f"{mount.kind} mounted with {', '.join(on)}" if on else f"{mount.kind} does not report it"
+    )
     meaning = "free space may be more than this user is allowed"
     return (Finding(name, theme, Verdict.UNKNOWN, text, meaning, f"look with `{tool}`"),)
 
@@ -287,11 +289,17 @@ def _notes(mount: Mount) -> list[tuple[str, str]]:
     notes = []
     if mount.kind in ("tmpfs", "ramfs"):
         notes.append(
-            ("memory: gone when the machine or the container ends", "use it for fast copies only")
+            (
+                "memory: it is lost when the machine or the container ends",
+                "use it for fast copies only",
+            )
         )
     if mount.kind == "overlay":
         notes.append(
-            ("a container's own layer: gone with the container", "mount a volume at this path")
+            (
+                "a container's own layer: it is lost with the container",
+                "mount a volume at this path",
+            )
         )
     if mount.kind.startswith("nfs") and ({"soft", "softerr"} & options.keys()):
         notes.append(
@@ -302,7 +310,7 @@ def _notes(mount: Mount) -> list[tuple[str, str]]:
         )
     if mount.kind.startswith("nfs") and "nocto" in options:
         notes.append(
-            ("mounted nocto: an opened file may be an older one", "mount it without nocto")
+            ("mounted with nocto: an opened file may be an older version", "mount it without nocto")
         )
     late = [
         f"{name}={value}"
@@ -313,7 +321,10 @@ def _notes(mount: Mount) -> list[tuple[str, str]]:
     ]
     if late:
         notes.append(
-            (f"{late[0]}: new files of other nodes are seen late", "leave it at 60 s or below")
+            (
+                f"{late[0]}: this node sees new files of other nodes late",
+                "leave it at 60 s or below",
+            )
         )
     return notes
 

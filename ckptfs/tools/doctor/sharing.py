@@ -385,7 +385,7 @@ def judge_clocks(worlds: Sequence[World], answers: Sequence[Clocks]) -> Findings
         found.append(_skew("clock-ranks", skews[rank], who, max(_slack(s.rank_s) for s in answers)))
     measured = {rank: s for rank, s in enumerate(answers) if s.place_s is not None}
     if not measured:
-        text = "the place does not tell its time"
+        text = "the place does not report its time"
         return (*found, Finding("clock-storage", _THEME, Verdict.UNKNOWN, text))
     rank = max(measured, key=lambda r: abs(_least(measured[r].place_s)))
     worst = measured[rank]
