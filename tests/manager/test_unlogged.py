@@ -176,6 +176,18 @@ def test_copies_with_a_manifest_never_count(run: Path) -> None:
     assert restored(run) == 2.0
 
 
+def test_what_is_written_into_the_shown_files_reaches_no_save(run: Path) -> None:
+    """A program that writes them in place, as cp and some editors do, changes those two and no others: moved away,
+    they leave the save as it was.
+    """
+    for name in (".metadata", "ckptfs.json"):
+        (run / "step_2" / name).write_bytes(b"written in place")
+    (run / "step_2/.metadata").rename(run / "moved-away")
+    state = {"w": torch.zeros(4)}
+    ckptfs.load(state, run / "step_2")
+    assert torch.equal(state["w"], torch.full((4,), 2.0))
+
+
 def test_stock_over_our_newest_is_named(run: Path) -> None:
     """Whoever takes the newest is told that another .metadata stands in its place."""
     stock(run / "step_2", 3.0)
