@@ -84,13 +84,16 @@ class Scripted(Posix):
 
 
 def failing(name: str, number: int, *, nth: int = 1) -> Scripted:
-    """A kernel whose ``nth`` call of that name answers with an errno."""
+    """A kernel whose ``nth`` call of that name answers with an errno, or for EEXIST each from there on.
+
+    A create that finds a file of its own in the way removes it and tries once more.
+    """
     seen = [0]
 
     def script(called: str, _: int) -> None:
         if called == name:
             seen[0] += 1
-            if seen[0] == nth:
+            if seen[0] == nth or (seen[0] > nth and number == errno.EEXIST):
                 raise OSError(number, os.strerror(number))
 
     return Scripted(script)

@@ -175,10 +175,13 @@ class LocalStorage(Storage):
         keep_staging = False
         try:
             with translated(self.uri(staging), "create"):
-                # Never O_TRUNC: after a lost answer the staging file and the entry are one inode,
-                # and truncating it would empty an entry that others have read.
-                unlink_if_present(self._posix, temporary)
-                write_file(self._posix, temporary, data)
+                try:
+                    write_file(self._posix, temporary, data)
+                except FileExistsError:
+                    # Never O_TRUNC: after a lost answer the staging file and the entry are one inode,
+                    # and truncating it would empty an entry that others have read.
+                    unlink_if_present(self._posix, temporary)
+                    write_file(self._posix, temporary, data)
             try:
                 self._posix.link(temporary, path)
             except FileExistsError as error:
