@@ -84,12 +84,12 @@ class Common:
     values.
 
     Attributes:
-        spared: ids of saves with a delete in the log and bytes that this process removes later;
+        deferred_deletes: ids of saves with a delete in the log and bytes that this process removes later;
             clearing keeps them.
         turn: The lock for projecting and removing, see ``take_turns``.
     """
 
-    spared: set[str] = field(default_factory=set)
+    deferred_deletes: set[str] = field(default_factory=set)
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[type[Common], tuple[()]]:
@@ -123,9 +123,9 @@ class RunSession:
     hint: FoundHint | None = None
 
     @property
-    def spared(self) -> set[str]:
+    def deferred_deletes(self) -> set[str]:
         """Deleted saves with bytes that this process removes later."""
-        return self.common.spared
+        return self.common.deferred_deletes
 
     @property
     def turn(self) -> threading.Lock:

@@ -127,7 +127,7 @@ def plan_load(
     saved_world: int | None = None,
     weights_only: bool = True,
     objects: Literal["load", "refuse"] = "load",
-    handed_over: Collection[str] = (),
+    receiver_keys: Collection[str] = (),
 ) -> PlannedLoad:
     """Plan what each rank reads, with every check that needs no data. Collective.
 
@@ -144,7 +144,7 @@ def plan_load(
         saved_world: How many ranks saved it (the manifest's world_size). None: not known.
         weights_only: As for ``LoadPlanner``.
         objects: As for ``ckptfs.load``.
-        handed_over: Top-level keys of the objects that receive what was loaded; complete once ``state_dict``
+        receiver_keys: Top-level keys of the objects that receive what was loaded; complete once ``state_dict``
             was called.
 
     Returns:
@@ -166,7 +166,7 @@ def plan_load(
             strict=strict, allow=allow, weights_only=weights_only, objects=objects
         )
         planners.append(planner)
-        planner.handed_over = handed_over
+        planner.receiver_keys = receiver_keys
         planner.set_up_planner(flat, is_coordinator=control.rank == 0)
         with gc_paused():
             own = own_keys(
@@ -290,11 +290,11 @@ def load_at(
     held: list[Inventory] = []
     session.control.step("metadata", lambda: held.append(inventory_of(session.storage, found)))
     flat: dict[str, Any] = {}
-    handed_over: set[str] = set()
+    receiver_keys: set[str] = set()
 
     def unwrapped() -> dict[str, Any]:
         refuse_meta(state_dict)
-        handed_over.update(map(str, stateful_keys(state_dict)))
+        receiver_keys.update(map(str, stateful_keys(state_dict)))
         flat.update(unwrap_stateful(state_dict))
         return flat
 
@@ -308,7 +308,7 @@ def load_at(
             strict=strict,
             allow=allow,
             objects=objects,
-            handed_over=handed_over,
+            receiver_keys=receiver_keys,
             verify=Verify(verify),
         )
         loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
@@ -380,7 +380,7 @@ def _plan_and_read(
     allow: Allow,
     objects: Literal["load", "refuse"],
     verify: Verify,
-    handed_over: Collection[str] = (),
+    receiver_keys: Collection[str] = (),
 ) -> _BeenRead:
     control, manifest = session.control, found.manifest
     planned = plan_load(
@@ -390,7 +390,7 @@ def _plan_and_read(
         strict=strict,
         allow=allow,
         objects=objects,
-        handed_over=handed_over,
+        receiver_keys=receiver_keys,
         saved_world=None if manifest is None else manifest.world_size,
     )
     source = source_of(session.storage, found, verify, control.rank, control.size)

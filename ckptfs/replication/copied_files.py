@@ -137,20 +137,20 @@ class Tally:
 
     Attributes:
         sent_bytes: Bytes that went to the target.
-        kept_bytes: Bytes that were there from an earlier try.
+        existing_bytes: Bytes that were there from an earlier try.
         digests: How many digests were compared.
     """
 
     sent_bytes: int = 0
-    kept_bytes: int = 0
+    existing_bytes: int = 0
     digests: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(self, *, sent_bytes: int = 0, kept_bytes: int = 0, digests: int = 0) -> None:
+    def add(self, *, sent_bytes: int = 0, existing_bytes: int = 0, digests: int = 0) -> None:
         """Add to the totals, from any thread."""
         with self._lock:
             self.sent_bytes += sent_bytes
-            self.kept_bytes += kept_bytes
+            self.existing_bytes += existing_bytes
             self.digests += digests
 
 
@@ -264,7 +264,7 @@ class FileCopier:
         except IntegrityError:
             return None  # not whole, perhaps after a power cut: it is copied again
         self._meter.advance(record.size_bytes)
-        self._tally.add(kept_bytes=record.size_bytes, digests=check.compared)
+        self._tally.add(existing_bytes=record.size_bytes, digests=check.compared)
         return digest
 
     def _digest_of(self, checks: _Checks, present: Check) -> str | None:
@@ -368,7 +368,7 @@ class FileCopier:
         resumed_bytes = first + writer.spared_bytes
         self._tally.add(
             sent_bytes=record.size_bytes - resumed_bytes,
-            kept_bytes=resumed_bytes,
+            existing_bytes=resumed_bytes,
             digests=check.compared,
         )
         return _file_digest(check)

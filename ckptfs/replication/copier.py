@@ -518,7 +518,9 @@ class _Copier:
                 return self._outcome(replace(item, status=Status.THERE))
             committed = found
         tally = manner.tally
-        all_ = control.step("tally", lambda: (tally.sent_bytes, tally.kept_bytes, tally.digests))
+        all_ = control.step(
+            "tally", lambda: (tally.sent_bytes, tally.existing_bytes, tally.digests)
+        )
         warnings += committed.warnings
         sent, resumed, digests = (sum(numbers) for numbers in zip(*all_, strict=True))
         return replace(

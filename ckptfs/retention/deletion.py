@@ -128,7 +128,7 @@ class Eraser:
         due_s = self._clock() + (0.0 if at_once else self._grace_s)
         with self._lock:
             for seal in seals:
-                self._run.session.spared.add(seal.save_id)
+                self._run.session.deferred_deletes.add(seal.save_id)
                 self._pending.setdefault(
                     seal.save_id, _PendingDelete(seal, reason, due_s, Backoff())
                 )
@@ -192,7 +192,7 @@ class Eraser:
                 pending.backoff.failed(self._clock())
                 return
             self._pending.pop(seal.save_id, None)
-        session.spared.discard(seal.save_id)
+        session.deferred_deletes.discard(seal.save_id)
         if what is Erasure.GONE:
             self._tell(Deleted(str(session.storage.uri(seal.name)), seal.save_id, pending.reason))
 
@@ -566,7 +566,8 @@ class Retirer:
     ) -> Appended | Refused[Refusal]:
         """Append the delete to this domain's log, and give its bytes to the eraser; owners only."""
         seal, save_id = victim.seal, victim.seal.save_id
-        session.spared.add(save_id)  # before the entry: clearing must not see it in between
+        # Before the entry: clearing must not see it in between.
+        session.deferred_deletes.add(save_id)
         program = retire(
             seal,
             session.means(),
@@ -578,7 +579,7 @@ class Retirer:
         done = drive(program, session.storage, deadline_s=deadline_s)
         _learned(session, done.state)
         if not done.state.save(save_id).deleted:
-            session.spared.discard(save_id)
+            session.deferred_deletes.discard(save_id)
         if isinstance(done, Appended):
             logger.info("%s is deleted (%s)", session.storage.uri(seal.name), victim.reason)
         if self._eraser is not None:

@@ -225,7 +225,7 @@ def survey_debris(look: Look, older_than_s: float = DAY_S) -> Survey:
         *finder.deleted(),
         *finder.replaced(),
         *finder.trash(),
-        *finder.beside_steps(),
+        *finder.in_step_directories(),
         *finder.shared(),
         *finder.temporary(),
         *finder.uploads({one.uri.name for one in attempts if one.fate is Fate.YOUNG}),
@@ -377,7 +377,7 @@ class _Finder:
 
     # -- by their names, and the log ----------------------------------------------------
 
-    def beside_steps(self) -> Iterator[Found]:
+    def in_step_directories(self) -> Iterator[Found]:
         """Yield data of dead saves and temporary files in step directories. Follows no links."""
         dead, homes = set(self._dead()), homes_of(self._state)
         parts = {homes[s.save_id] for s in self._state.saves.values() if s.part is not None}
@@ -395,10 +395,10 @@ class _Finder:
                 key = f"{top}/{entry.name}"
                 if key in parts and not is_link(self._storage, key):
                     for deeper in listed(self._storage, key):
-                        yield from self._beside(key, deeper, homes, dead, ours=True)
-                yield from self._beside(top, entry, homes, dead, ours=top in known)
+                        yield from self._in_directory(key, deeper, homes, dead, ours=True)
+                yield from self._in_directory(top, entry, homes, dead, ours=top in known)
 
-    def _beside(
+    def _in_directory(
         self, top: str, entry: Entry, homes: dict[str, str], dead: set[str], *, ours: bool
     ) -> Iterator[Found]:
         key = f"{top}/{entry.name}"

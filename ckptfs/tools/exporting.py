@@ -434,13 +434,13 @@ def export(
         meter.expect(sum(one.leaf.size_bytes for one in chosen))
         if kind is ExportFormat.TORCH:
             _to_torch(contents, chosen, place, options, overwrite, scratch, meter)
-            return _told(place, kind, (place.name,), chosen)
+            return _result(place, kind, (place.name,), chosen)
         if kind is ExportFormat.DCP:
             with open_target(
                 place, options, overwrite=overwrite, ours=_DCP, markers=(METADATA,)
             ) as made:
                 write_dcp(contents, chosen, made, str(place), limit_bytes, meter)
-            return _told(place, kind, _names(made), chosen)
+            return _result(place, kind, _names(made), chosen)
         tensors = [one for one in chosen if isinstance(one.leaf, TensorLeaf)]
         planned = _plan(tensors, limit_bytes)
         with open_target(
@@ -448,7 +448,7 @@ def export(
         ) as made:
             _to_safetensors(contents, tensors, planned, made, meter)
         left_out = tuple(one.leaf.key for one in chosen if isinstance(one.leaf, ObjectLeaf))
-        return _told(place, kind, _names(made), tensors, left_out)
+        return _result(place, kind, _names(made), tensors, left_out)
 
 
 def _check_dtypes(chosen: Sequence[Chosen]) -> None:
@@ -460,7 +460,7 @@ def _check_dtypes(chosen: Sequence[Chosen]) -> None:
             )
 
 
-def _told(
+def _result(
     uri: Uri,
     kind: ExportFormat,
     files: Sequence[str],

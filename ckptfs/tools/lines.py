@@ -311,7 +311,7 @@ def from_beside(line: Checkpoint, beside: UnloggedCheckpoint) -> Checkpoint:
         line = replace(line, state=State.DAMAGED, note=beside.why)
         if manifest is not None:
             line = replace(line, step=manifest.step, kind=manifest.artifact)
-        return _told(line, manifest)
+        return _with_manifest(line, manifest)
     line = replace(
         line,
         origin=checkpoint.origin,
@@ -322,7 +322,7 @@ def from_beside(line: Checkpoint, beside: UnloggedCheckpoint) -> Checkpoint:
         domains=checkpoint.domains,
         created_at=None if beside.modified_s is None else time_text(beside.modified_s),
     )
-    return _told(line, manifest)
+    return _with_manifest(line, manifest)
 
 
 def as_foreign(line: Checkpoint, look: Look) -> Checkpoint:
@@ -367,7 +367,7 @@ def as_overwritten(line: Checkpoint, seal: Seal, look: Look) -> Checkpoint:
     return replace(line, note=f"{line.note}; {note}" if line.note else note)
 
 
-def _told(line: Checkpoint, manifest: Manifest | None) -> Checkpoint:
+def _with_manifest(line: Checkpoint, manifest: Manifest | None) -> Checkpoint:
     if manifest is None:
         return line
     return replace(
@@ -398,7 +398,7 @@ def from_seal(line: Checkpoint, seal: Seal, look: Look, *, everything: bool) -> 
         is_lost = isinstance(error, NotFoundError | StaleError)
         note = f"{MANIFEST} of save {seal.save_id} is missing" if is_lost else error.message
         return replace(line, state=State.DAMAGED, note=note)
-    line = _told(line, found.manifest)
+    line = _with_manifest(line, found.manifest)
     for ref in seal.parts:
         line = _with_part(line, piece(seal, ref), look)
     if line.state is State.COMMITTED:

@@ -468,7 +468,9 @@ class _Pass:
         covered = {f.path for f in result.findings} | {f.path for f in files}
         sidecars = {f.digests for f in result.files if f.digests is not None}
         uncompared = [
-            f for f in result.files if f.path in result.sizes and not _is_told(f, covered, sidecars)
+            f
+            for f in result.files
+            if f.path in result.sizes and not _is_covered(f, covered, sidecars)
         ]
         # A damaged or missing sidecar has a finding already.
         own = [
@@ -519,7 +521,7 @@ class _Pass:
         return True
 
 
-def _is_told(record: FileRecord, named: set[str], sidecars: set[str]) -> bool:
+def _is_covered(record: FileRecord, named: set[str], sidecars: set[str]) -> bool:
     return record.path in named or record.path in sidecars
 
 

@@ -246,7 +246,7 @@ def test_a_second_session_of_a_run_shares_turns_and_spared_deletes(tmp_path: Pat
         session = held.session
         first = next(iter(fold(session.storage).saves.values())).seal
         assert first is not None
-        session.spared.add(first.save_id)
+        session.deferred_deletes.add(first.save_id)
         means = Means(session.placement.mine.id, session.caps, ids("r"))
         program = partial(retire, first, means, held.generation, None, reason="keep")
         drive(program(together={first.save_id}), session.storage)

@@ -149,7 +149,7 @@ def claim(
         takeover: From which owners the run may be taken over.
         times: The times of the lease.
         defer_deletes: Leave the bytes of deleted saves to a ``Retirer``, which gives readers their
-            time. Their ids are in ``session.spared``.
+            time. Their ids are in ``session.deferred_deletes``.
         keep: save_ids that this process is about to seal itself. All other saves that began before
             the fence are aborted.
         caller: The call that claims, for messages that name this process as the owner. The claim
@@ -184,7 +184,7 @@ class _Claimant:
     ) -> None:
         self._keep = frozenset(keep)
         self._session, self._mode, self._takeover, self._times = session, mode, takeover, times
-        self._deferred_deletes = session.spared if defer_deletes else None
+        self._deferred_deletes = session.deferred_deletes if defer_deletes else None
         self._owner = session.placement.is_owner
         self._domain = session.placement.mine.id
         self._ids = fresh_ids()

@@ -332,7 +332,7 @@ class HomeSide:
             self._run.generation,
             self._run.session.background,
         )
-        pending_deletes = to_clear({self._home.id: state}, self._home.id, session.spared)
+        pending_deletes = to_clear({self._home.id: state}, self._home.id, session.deferred_deletes)
         # Plain names may belong to a later owner by the time that a chore removes them.
         in_background = background is not None and not any(
             one.seal.artifact is Kind.DIRECTORY for one in pending_deletes
@@ -344,7 +344,7 @@ class HomeSide:
                 self._means,
                 state,
                 holder=None if in_background else holder,
-                spare=session.spared,
+                spare=session.deferred_deletes,
                 at_once=at_once,
             )
             state = drive(take_turns(program, session.turn), session.storage)
@@ -358,7 +358,7 @@ class HomeSide:
             # Deletes take requests on an object store, and the caller does not need to wait for
             # them.
             own = frozenset({seal.save_id} if at_once else ())
-            clearing = clear(self._means, self._known, holder, session.spared, own)
+            clearing = clear(self._means, self._known, holder, session.deferred_deletes, own)
             turns = take_turns(clearing, session.turn)
             chore = partial(session.drive_in_background, turns, background)
             background.submit(f"clearing what {seal.name} replaced", chore)

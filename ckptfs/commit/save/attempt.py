@@ -655,7 +655,7 @@ class Attempt:
                 self._means,
                 self._state,
                 holder=now,
-                spare=self.session.spared,
+                spare=self.session.deferred_deletes,
                 replaces=self._foreign,
                 in_hand=in_hand if self._small else None,
                 at_once=at_once,
@@ -675,7 +675,7 @@ class Attempt:
                 self._means,
                 self._known,
                 holder,
-                spare=self.session.spared,
+                spare=self.session.deferred_deletes,
                 at_once=own,
             )
             turns = take_turns(tidying, self.session.turn)
@@ -725,7 +725,7 @@ class Attempt:
         are removed before this save returns.
         """
         here = self._means.domain
-        deferred = self.session.spared
+        deferred = self.session.deferred_deletes
         pending_deletes = (
             () if self._state is None else to_clear({here: self._state}, here, deferred)
         )

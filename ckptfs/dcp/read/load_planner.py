@@ -113,7 +113,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.objects = Objects(objects)
         self.missing: tuple[str, ...] = ()
         # Top-level keys of the objects with load_state_dict that receive what was loaded.
-        self.handed_over: Collection[str] = ()
+        self.receiver_keys: Collection[str] = ()
         self._containers: dict[str, Any] = {}  # dicts and lists that are requested as one object
         self._made: frozenset[str] = frozenset()  # meta tensors that were given memory
 
@@ -212,14 +212,15 @@ class LoadPlanner(DefaultLoadPlanner):
         for key, path, value in candidates:
             if any(part in keys for part in inside[path]):
                 continue  # its parts were saved too, and they are requested
-            if path[0] not in self.handed_over and any(
+            if path[0] not in self.receiver_keys and any(
                 isinstance(self.state_dict[part], torch.Tensor) for part in inside[path]
             ):
                 continue  # replacing the dict by an object would leave its tensors unchanged
             for part in inside[path]:
                 del self.state_dict[part], self.mappings[part]
             self.state_dict[key], self.mappings[key] = value, path
-            if path[0] not in self.handed_over:  # such an object checks by itself what it is given
+            # An object that receives what was loaded checks it by itself.
+            if path[0] not in self.receiver_keys:
                 self._containers[key] = value
 
     def refuse_empty(self, inventory: Inventory) -> None:
