@@ -22,8 +22,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from ckptfs.api import latest
 from ckptfs.control.framework_collectives import from_rank_zero
 from ckptfs.errors import NotFoundError, StateError
+from ckptfs.integrations._support.listings import forget_listing
 from ckptfs.integrations._support.object_files import ObjectFiles, written_before
-from ckptfs.integrations.fsspec.listings import forget_listing
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri, options_of
 

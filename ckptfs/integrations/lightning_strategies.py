@@ -43,9 +43,9 @@ from ckptfs.control.framework_collectives import from_rank_zero
 from ckptfs.dcp.metadata.pickle_scan import advise_on_torch, check_archive
 from ckptfs.dcp.object_file import copy_file, freeze, read_object
 from ckptfs.errors import StateError
+from ckptfs.integrations._support.listings import forget_listing
 from ckptfs.integrations._support.named_checkpoints import NamedCheckpointRuns
 from ckptfs.integrations._support.object_files import ObjectFiles, written_before
-from ckptfs.integrations.fsspec.listings import forget_listing
 from ckptfs.uri import Uri
 
 __all__ = [
