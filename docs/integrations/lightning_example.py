@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ckptfs.integrations.lightning import CkptfsDDPStrategy, CkptfsIO, last_checkpoint
+from ckptfs.integrations.lightning import checkpoint_strategy, last_checkpoint
 
 uri, mode = sys.argv[1:3]
 
@@ -28,7 +28,7 @@ class Net(LightningModule):
 
 
 seed_everything(1, verbose=False)
-own, strategy = torch.Generator(), CkptfsDDPStrategy(checkpoint_io=CkptfsIO(mode))
+own, strategy = torch.Generator(), checkpoint_strategy("ddp", mode=mode)
 saves = ModelCheckpoint(uri, save_last=True, save_top_k=1)
 place = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"])}
 trainer = Trainer(**place, strategy=strategy, callbacks=saves, max_epochs=4)

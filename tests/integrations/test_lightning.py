@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import ckptfs
 from ckptfs.errors import NoSpaceError, NotFoundError, StateError, UriError
-from ckptfs.integrations.lightning import CkptfsIO, last_checkpoint
+from ckptfs.integrations.lightning import CkptfsIO, checkpoint_strategy, last_checkpoint
 from ckptfs.storage import registry
 from ckptfs.storage.base import Storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
@@ -66,6 +66,7 @@ def fit(
     limit: int | None = None,
     checkpoint: Any = ModelCheckpoint,
     callbacks: Any = (),
+    strategy: Any = "auto",
     **saves: Any,
 ) -> tuple[Net, Any]:
     """Train in this process; one checkpoint per epoch unless told otherwise."""
@@ -73,6 +74,7 @@ def fit(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
+        strategy=strategy,
         max_epochs=epochs,
         max_steps=-1 if limit is None else limit,
         callbacks=[callback, *callbacks],
@@ -372,6 +374,39 @@ def test_a_save_by_hand_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(ckptfs.StorageError):
         io.wait()
     io.teardown()
+
+
+def test_one_process_has_its_strategy_by_name(
+    bucket: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """checkpoint_strategy("single_device"): saves in the background, goes on from them, and takes options."""
+    reference, _ = fit(None, tmp_path / "stock", 3)
+
+    def ours() -> Any:
+        return checkpoint_strategy("single_device", mode="async", device="cpu")
+
+    fit(None, tmp_path, 2, strategy=ours(), save_last=True)
+    start = last_checkpoint(tmp_path)
+    net, _ = fit(None, tmp_path, 3, strategy=ours(), start=start, save_last=True)
+    assert same(net, reference)
+    options = dict(bucket.storage_options)
+    for variable in bucket.env:
+        monkeypatch.delenv(variable)
+    for fabric in (False, True):
+        strategy = checkpoint_strategy("single_device", storage_options=options, fabric=fabric)
+        strategy.checkpoint_io.save_checkpoint({"step": 7}, bucket / "by-hand.ckpt")
+        strategy.wait()
+        found = strategy.checkpoint_io.load_checkpoint(bucket / "by-hand.ckpt")
+        assert found == {"step": 7}
+
+
+def test_a_strategy_of_no_name_is_refused() -> None:
+    """With those that there are."""
+    unknown: Any = "deepspeed"
+    with pytest.raises(
+        StateError, match=r"no strategy 'deepspeed'.*single_device, ddp, fsdp, model"
+    ):
+        checkpoint_strategy(unknown)
 
 
 class NamedByStep(ModelCheckpoint):

@@ -27,12 +27,15 @@ from lightning.pytorch.strategies import FSDPStrategy as StockFSDP
 from lightning.pytorch.strategies import ModelParallelStrategy as StockTrainer
 
 import ckptfs
-from ckptfs.integrations.lightning import CkptfsDDPStrategy, CkptfsIO, last_checkpoint
-from ckptfs.integrations.lightning_strategies import (
+from ckptfs.integrations.lightning import (
+    CkptfsDDPStrategy,
     CkptfsFabricFSDPStrategy,
     CkptfsFabricModelParallelStrategy,
     CkptfsFSDPStrategy,
+    CkptfsIO,
     CkptfsModelParallelStrategy,
+    checkpoint_strategy,
+    last_checkpoint,
 )
 from tests.faults import victim
 from tests.multiprocess.harness import Rank, torchrun
@@ -77,15 +80,22 @@ def fit(kind: Any, dirpath: str, epochs: int, start: str | None = None, **more: 
     return whole(net)
 
 
+SHARDING = (
+    "setup_module",
+    "_setup_model",
+)  # the methods of Fabric's FSDPStrategy, and the Trainer's
+
+
+def sharded_on_cpu(module: Any) -> Any:
+    """What an FSDPStrategy makes of a module, on a device that Lightning gives it none on."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 def on_cpu(kind: Any) -> Any:
     """An FSDPStrategy whose modules are sharded on CPU; everything else is its own."""
-
-    def wrap(_: Any, module: Any) -> Any:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
-
-    body = {"setup_module": wrap, "_setup_model": wrap}
+    body = {name: lambda _, module: sharded_on_cpu(module) for name in SHARDING}
     made = type(kind.__name__, (kind,), body)
     return lambda **more: made(state_dict_type="sharded", **more)
 
@@ -269,6 +279,8 @@ def everything(rank: Rank) -> Tried:
     tried["trainer s3"] = try_trainer(f"{remote}/trainer", reference)
     tried["trainer stock"] = try_stock_files(str(run), reference)
     tried["fsdp"] = try_fsdp(f"{run}/fsdp")
+    tried["by name"] = {name: try_name(name, f"{run}/by-name") for name in BY_NAME}
+    tried["fabric by name"] = try_fabric_names(f"{run}/fabric-by-name")
     for mode in ("sync", "async"):
         tried[f"full {mode}"] = try_full_disk(f"{run}/{mode}", mode)
     tried["ddp"] = try_ddp(f"{run}/ddp")
@@ -437,6 +449,87 @@ def try_fsdp(run: str) -> Tried:
 def shards(module: Any) -> torch.Tensor:
     """This rank's part of the parameters."""
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+BY_NAME: dict[Any, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"state_dict_type": "sharded"},
+    "model_parallel": {"data_parallel_size": 2, "tensor_parallel_size": 1},
+}
+
+
+def try_name(name: Any, run: str) -> Tried:
+    """A strategy of ``checkpoint_strategy``: two epochs, and a run that goes on from them."""
+
+    def fitted(where: str, epochs: int, start: str | None, mode: Any) -> Any:
+        strategy = checkpoint_strategy(name, mode=mode, **BY_NAME[name])
+        if name == "fsdp":
+            strategy._setup_model = sharded_on_cpu
+        net = Net() if name == "model_parallel" else Plain()
+        trainer = trainer_of(strategy, epochs, ModelCheckpoint(where, save_last=True))
+        trainer.fit(net, loader(), ckpt_path=start)
+        trainer.save_checkpoint(f"{where}/by-hand.ckpt")
+        strategy.wait()
+        return net, trainer
+
+    def bits(net: Any) -> torch.Tensor:
+        parts = (getattr(p, "_local_tensor", p) for p in net.parameters())
+        return torch.cat([part.detach().flatten() for part in parts])
+
+    reference, _ = fitted(f"{run}/{name}-0", 3, None, "sync")
+    fitted(f"{run}/{name}", 2, None, "async")
+    start = last_checkpoint(f"{run}/{name}", "by-hand")
+    resumed, trainer = fitted(f"{run}/{name}", 3, start, "sync")
+    return {
+        "start": start,
+        "resumed": torch.equal(bits(resumed), bits(reference)),
+        "steps": trainer.global_step,
+        "sharded": [c.uri.name for c in ckptfs.list_checkpoints(f"{run}/{name}")],
+    }
+
+
+def try_fabric_names(run: str) -> Tried:
+    """Fabric's DDP: what one lab saved another has, and a save that fails is heard on both ranks."""
+    one, two = (Lab(checkpoint_strategy("ddp", mode="async", fabric=True)) for _ in range(2))
+    one.train(3)
+    one.save(f"{run}/a.ckpt")
+    one.fabric.strategy.wait()
+    tried: Tried = {"steps": two.load(f"{run}/a.ckpt")}
+    tried["same"] = torch.equal(shards(one.module), shards(two.module))
+    if one.fabric.global_rank == 0:
+        Path(run, "file").write_text("no directory")
+    one.fabric.barrier()
+    one.save(f"{run}/file/b.ckpt")  # in the background: it returns
+    tried["raised"] = raised(one.fabric.strategy.wait)
+    sync = Lab(checkpoint_strategy("ddp", fabric=True))
+    tried["raised at once"] = raised(lambda: sync.save(f"{run}/file/b.ckpt"))
+    made = {"fsdp": checkpoint_strategy("fsdp", fabric=True)}
+    made["model_parallel"] = checkpoint_strategy(
+        "model_parallel", fabric=True, parallelize_fn=parallel
+    )
+    tried |= {name: type(strategy).__name__ for name, strategy in made.items()}
+    return tried
+
+
+def test_every_strategy_is_had_by_its_name(ranks: list[Tried]) -> None:
+    """Of checkpoint_strategy, in the Trainer: an asynchronous save by hand is whole after ``wait``, and the
+    run that goes on from it ends in the bits of one that was never interrupted.
+    """
+    for name, told in ((name, tried["by name"][name]) for tried in ranks for name in BY_NAME):
+        assert (told["resumed"], told["steps"]) == (True, 12), name
+        assert bool(told["sharded"]) is (name != "ddp"), name
+
+
+def test_fabric_has_its_strategies_by_the_same_names(ranks: list[Tried]) -> None:
+    """Saved, loaded, and a save that rank 0 could not make is an error on both ranks."""
+    zero, one = (tried["fabric by name"] for tried in ranks)
+    for when in ("raised", "raised at once"):
+        assert zero[when].startswith("NotFoundError")
+        assert one[when].startswith("CollectiveError: rank 0 failed")
+    for told in (zero, one):
+        assert (told["steps"], told["same"]) == (3, True)
+        assert told["fsdp"] == "CkptfsFabricFSDPStrategy"
+        assert told["model_parallel"] == "CkptfsFabricModelParallelStrategy"
 
 
 def try_full_disk(run: str, mode: str) -> Tried:
