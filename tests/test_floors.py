@@ -237,6 +237,8 @@ def test_the_floors_are_those_that_were_set() -> None:
         ),
         ("stall", "a bare copy's time", "stall", 1.3, 1.1),
         ("stall", "less than DCP's best", "stall", 2.5, 5.0),
+        ("copy", "cp -r's time, a copy", "save", 1.5, 1.5),
+        ("copy", "cp -r's time, an export", "save", 2.0, 2.0),
         ("planner", "less than DCP", "save", 5.0, 10.0),
         *(
             line

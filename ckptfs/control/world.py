@@ -158,8 +158,8 @@ def node_id() -> str:
 
 @functools.cache
 def _boot_and_mounts() -> str:
-    """Look once: a process that runs torch has threads, and the kernel moves no thread of several to another mount
-    namespace. The child of a fork may move, and looks again.
+    """Look once: a process gets a mount namespace of its own before its first call of ckptfs, if it ever does. The
+    child of a fork may move, and looks again.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
