@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import copyreg
 import pathlib
 import pickle
@@ -676,6 +677,13 @@ def test_dtypes_and_layouts_are_known_as_torch_has_them() -> None:
             DTYPES[name]
         with pytest.raises(KeyError):
             LAYOUTS[name]
+
+
+def test_a_name_that_was_sent_to_another_process_is_the_value_of_that_name() -> None:
+    """Ranks compare what each described; values are compared by identity."""
+    for value in (*DTYPES.values(), *LAYOUTS.values(), *MemoryFormat):
+        assert pickle.loads(pickle.dumps(value)) is value
+        assert copy.deepcopy(value) is value
 
 
 def test_memory_formats_are_those_of_torch() -> None:

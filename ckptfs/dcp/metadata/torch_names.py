@@ -36,12 +36,20 @@ class Dtype:
         """As torch's."""
         return f"torch.{self.name}"
 
+    def __reduce__(self) -> Any:
+        """Be the one value of this name in another process too: ranks compare what they sent."""
+        return _dtype_named, (self.name,)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLayout:
     """A layout of torch; ``name`` is without ``torch.``."""
 
     name: str
+
+    def __reduce__(self) -> Any:
+        """As for a dtype."""
+        return _layout_named, (self.name,)
 
 
 class MemoryFormat(enum.Enum):
@@ -81,6 +89,14 @@ def _installed(name: str, kind: str) -> Any:
     if not isinstance(found, vars(torch)[kind]):
         raise KeyError(name)
     return found
+
+
+def _dtype_named(name: str) -> Dtype:
+    return DTYPES[name]
+
+
+def _layout_named(name: str) -> TensorLayout:
+    return LAYOUTS[f"torch.{name}"]
 
 
 def dtype_of(dtype: Any) -> Dtype:
