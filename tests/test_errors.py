@@ -241,6 +241,14 @@ def test_a_place_with_blanks_in_it_is_bounded_as_well() -> None:
     assert text.endswith("…step_1]")
 
 
+def test_a_message_of_many_words_loses_its_end() -> None:
+    """No word of it is long enough to be shortened; the place stays."""
+    text = str(CollectiveError("too many words " * 100, uri="s3://bucket/run/step_1", hint="wait"))
+    assert len(text) == 400
+    assert text.startswith("too many words too many words")
+    assert text.endswith("… [uri s3://bucket/run/step_1]")
+
+
 def test_long_paths_lose_their_middle_before_anything_else_goes() -> None:
     """The beginning and the file stay, so do the checkpoint and what to do."""
     path = "/mnt/" + "deep/" * 60 + "__3_0.distcp"
