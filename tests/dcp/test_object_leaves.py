@@ -307,6 +307,9 @@ PICKLES: dict[str, bytes] = {
     "never finished": b"\x80\x02cuuid\nUUID\n)\x81.",
     "the same again": b"\x80\x02cbuiltins\nfrozenset\nq\x00]q\x01(" + b"K\x01" * 2000 + b"e0]q\x02("
     + b"h\x00h\x01\x85R" * 5000 + b"e.",
+    # Each copy refers to one value; only that they are copied is too much: 400 MB from 140 KB.
+    "the same bytes again": b"\x80\x03cbuiltins\nbytearray\nq\x00B" + (20_000).to_bytes(4, "little")
+    + b"a" * 20_000 + b"q\x010]q\x02(" + b"h\x00h\x01\x85R" * 20_000 + b"e.",
 }  # fmt: skip
 
 
