@@ -400,6 +400,20 @@ def test_one_process_has_its_strategy_by_name(
         assert found == {"step": 7}
 
 
+@pytest.mark.parametrize("fabric", [False, True])
+@pytest.mark.parametrize("name", ["single_device", "ddp", "fsdp", "model_parallel"])
+def test_the_mode_reaches_every_strategy(name: Any, fabric: bool) -> None:
+    """Both ways save what is asked for; that an asynchronous save is waited for is shown by the stories."""
+    modes: tuple[Any, ...] = ("sync", "async")
+    more: Any = {"parallelize_fn": print} if fabric and name == "model_parallel" else {}
+    for mode in modes:
+        made = checkpoint_strategy(name, mode=mode, fabric=fabric, **more)
+        if name in ("fsdp", "model_parallel"):
+            assert made._named_runs._mode == mode
+        else:
+            assert made.checkpoint_io._files._is_async == (mode == "async")
+
+
 def test_a_strategy_of_no_name_is_refused() -> None:
     """With those that there are."""
     unknown: Any = "deepspeed"
