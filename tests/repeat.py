@@ -28,9 +28,9 @@ NOTHING_CHOSEN = 5  # pytest: -k and its sisters chose no test
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one run of one half of the suite was. status: pytest's exit code."""
+    """What one run of one part of the suite was. status: pytest's exit code."""
 
-    half: str
+    part: str
     status: int
     passed: int
     failed: tuple[str, ...]
@@ -43,10 +43,10 @@ class Round:
         return self.status in (0, NOTHING_CHOSEN)
 
 
-def read_report(half: str, status: int, report: Path, took_s: float) -> Round:
+def read_report(part: str, status: int, report: Path, took_s: float) -> Round:
     """A round from the JUnit report of pytest; without one, the exit code has to do."""
     if not report.exists():
-        return Round(half, status, 0, (), 0, took_s)
+        return Round(part, status, 0, (), 0, took_s)
     passed, skipped, failed = 0, 0, []
     for case in ET.parse(report).iter("testcase"):  # noqa: S314 - pytest wrote it a moment ago
         if case.find("failure") is not None or case.find("error") is not None:
@@ -55,7 +55,7 @@ def read_report(half: str, status: int, report: Path, took_s: float) -> Round:
             skipped += 1
         else:
             passed += 1
-    return Round(half, status, passed, tuple(failed), skipped, took_s)
+    return Round(part, status, passed, tuple(failed), skipped, took_s)
 
 
 def table(rounds: Sequence[Round]) -> str:
@@ -66,9 +66,9 @@ def table(rounds: Sequence[Round]) -> str:
     ]
     count: Counter[str] = Counter()
     for one in rounds:
-        count[one.half] += 1
+        count[one.part] += 1
         lines.append(
-            f"| {count[one.half]} | {one.half} | {one.passed} | {len(one.failed)} | {one.skipped} "
+            f"| {count[one.part]} | {one.part} | {one.passed} | {len(one.failed)} | {one.skipped} "
             f"| {one.took_s:.0f} | {one.status} |"
         )
     failures = Counter(name for one in rounds for name in one.failed)
@@ -89,14 +89,14 @@ def busy(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def run(half: str, arguments: Sequence[str]) -> Round:
+def run(part: str, arguments: Sequence[str]) -> Round:
     """One run of these tests, its output as it comes."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *arguments]
         status = subprocess.run(command, check=False).returncode
-        return read_report(half, status, report, time.monotonic() - began)
+        return read_report(part, status, report, time.monotonic() - began)
 
 
 def main() -> int:
@@ -107,14 +107,14 @@ def main() -> int:
         "--busy", type=int, default=2, help="processes that compute beside the suite"
     )
     parser.add_argument(
-        "--half", action="append", nargs=2, metavar=("NAME", "ARGUMENTS"), default=[]
+        "--part", action="append", nargs=2, metavar=("NAME", "ARGUMENTS"), default=[]
     )
     options = parser.parse_args()
-    halves = [(name, shlex.split(arguments)) for name, arguments in options.half]
+    parts = [(name, shlex.split(arguments)) for name, arguments in options.part]
     rounds = []
     with busy(options.busy):
         for _ in range(options.times):
-            for name, arguments in halves:
+            for name, arguments in parts:
                 rounds.append(run(name, arguments))
                 sys.stdout.write(f"\n{table(rounds)}\n\n")
                 sys.stdout.flush()
