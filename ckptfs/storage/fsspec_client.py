@@ -269,13 +269,14 @@ class FsspecClient:
             raise
         except Exception as error:  # noqa: BLE001 - the edge, where every error becomes a typed one
             self._made_dirs.clear()  # another program may have removed a directory
-            failure, cause = self._typed(error, action, key, changes=changes), _cause(error)
+            failure, cause = self.typed_error(error, action, key, changes=changes), _cause(error)
         if isinstance(failure, CredentialsError) and self.library is not None:
             # The next request must use the credentials of that time.
             self.close()
         raise failure from cause
 
-    def _typed(self, error: Exception, action: str, key: str, *, changes: bool) -> CkptfsError:
+    def typed_error(self, error: Exception, action: str, key: str, *, changes: bool) -> CkptfsError:
+        """Return the typed error for an exception of the library. It is not raised."""
         if self.is_bucket or self.protocol in _WEB:
             name = _ACTIONS.get(action, action)
             context = replace(

@@ -23,6 +23,7 @@ A large file is written by one stream and read by ranges:
 from __future__ import annotations
 
 import errno
+import functools
 import inspect
 import logging
 import os
@@ -412,6 +413,14 @@ class FsspecStorage(Storage):
             except FileNotFoundError:
                 # Another process removed all of them or, with some libraries, one of them.
                 _log.debug("removed by another: some below %s", self.root)
+            except Exception as error:
+                refusal = self._client.typed_error(error, "remove", "", changes=True)
+                if not isinstance(refusal, UnsupportedError):
+                    raise
+                # OpenStack Swift requires a Content-MD5 of a batch, which s3fs does not send.
+                _warn_of_single_deletes(
+                    f"{self.root.protocol}://{self.root.authority}", refusal.message
+                )
         for path in paths:
             self._client.remove(path)
 
@@ -561,6 +570,12 @@ _BLOCK_BYTES: Final = 16 << 20  # parts of a bucket's stream: S3 takes 10,000 of
 _READ_BYTES: Final = 64 << 20
 _WEB: Final = ("http", "https")
 _GONE: Final = (404, 410)
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_of_single_deletes(bucket: str, why: str) -> None:
+    """Warn once per bucket: a process has a storage for each run, copy and reader."""
+    _log.warning("%s does not delete batches: keys are deleted one by one (%s)", bucket, why)
 
 
 class FsspecWriter(DataWriter):
