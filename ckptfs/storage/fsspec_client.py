@@ -44,6 +44,7 @@ from ckptfs.storage.clients.http_errors import (
     library_error,
     origin_of,
     reason_error,
+    response_of,
 )
 from ckptfs.storage.os_errors import typed
 from ckptfs.storage.threads import ProcessLock
@@ -140,6 +141,14 @@ class FsspecClient:
             # which one it was: a file that cannot be examined is not absent.
             self.fs.open(path, "rb").close()
             found = self.fs.info(path)
+        except Exception as error:
+            answer = response_of(error) if self.is_bucket else None
+            if answer is not None and not answer.code:
+                # A HEAD has no body, so an expired token looks the same as a wrong request. The answer
+                # to a GET says which one it is.
+                with contextlib.suppress(FileNotFoundError):
+                    self.read_range(path, 0, 1)
+            raise
         return found
 
     def read_range(self, path: str, begin: int, end: int) -> bytes:

@@ -14,6 +14,7 @@ from ckptfs.errors import (
     AlreadyExistsError,
     AnswerLostError,
     CkptfsError,
+    CredentialsError,
     StorageError,
     TransientError,
 )
@@ -229,3 +230,11 @@ def test_put_and_pipe_only_create(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         fs.pipe_file(f"{tmp_path}/a/pipe", b"newer", mode="create")
     assert fs.cat(f"{tmp_path}/a/put") == fs.cat(f"{tmp_path}/a/pipe") == b"new"
+
+
+def test_a_stat_says_that_the_credentials_have_expired(server: Scripted) -> None:
+    """The answer to a HEAD has a status and no body: that to a GET names the reason."""
+    server.answer = lambda _: Answer(400, error("ExpiredToken"))
+    with pytest.raises(CredentialsError, match="have expired"):
+        storage(server).stat("f")
+    assert [request.kind for request in server.requests][-1] == "GET"
