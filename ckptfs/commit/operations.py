@@ -76,6 +76,7 @@ __all__ = [
     "StatOf",
     "Sync",
     "Write",
+    "WriteFiles",
     "all_at_once",
     "control_is_plain",
     "drive",
@@ -146,6 +147,17 @@ class Write:
 
     key: str
     data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFiles:
+    """New files in one directory, in any order; bytes and names are durable. -> None
+
+    If one of them fails, others may be there.
+    """
+
+    folder: str
+    files: tuple[tuple[str, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +269,7 @@ Op = (
     | Create
     | Replace
     | Write
+    | WriteFiles
     | MakeDir
     | Rename
     | Link
@@ -299,6 +312,8 @@ def perform(op: Op, storage: Storage) -> Any:
             with storage.open_write(key, size_hint_bytes=len(data)) as writer:
                 writer.write(data)
             return None
+        case WriteFiles(folder, files):
+            return storage.write_files(folder, dict(files))
         case MakeDir(key):
             return storage.make_dir(key)
         case Rename(source, target):

@@ -7,7 +7,7 @@ A ``Storage`` is opened at one root (a run) and takes *keys*: relative POSIX pat
     object       there are only keys; ``make_dir`` does nothing, ``rename`` is refused
 
     small files        read_small  read_ahead  create  replace  stat  list    (log entries, manifests)
-    several calls      at_once, together where each is a slow request
+    several calls      at_once, write_files: together where each is a slow request
     large, in order    open_write -> DataWriter, open_read -> DataReader
     large, in windows  open_parallel -> ParallelWriter, where windows may be written in any order
     names              make_dir  rename  link  remove  remove_many  remove_tree  sweep_uploads
@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
@@ -381,6 +381,32 @@ class Storage(ABC):
         Raises:
             NotFoundError: The parent directory is absent.
         """
+
+    def write_files(self, folder: str, files: Mapping[str, bytes]) -> None:
+        """Write small new files into one directory. Their bytes and names are durable on return.
+
+        Each file replaces an existing one. After a crash, or an error, each of them is there or not.
+
+        Args:
+            folder: The directory, which must exist on a filesystem.
+            files: The bytes of each file, by its name in the directory.
+
+        Raises:
+            NotFoundError: The directory is absent.
+            StorageError: The first failure; each of the other files may be there.
+        """
+
+        def write(name: str, data: bytes) -> None:
+            key = f"{folder}/{name}" if folder else name
+            with self.open_write(key, size_hint_bytes=len(data)) as writer:
+                writer.write(data)
+
+        for answer in self.at_once(
+            [functools.partial(write, name, data) for name, data in files.items()]
+        ):
+            if isinstance(answer, StorageError):
+                raise answer
+        self.sync(folder)
 
     def open_over(self, key: str) -> DataWriter:
         """As ``open_write``, for a path that a person chose, where anything may exist.

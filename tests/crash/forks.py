@@ -198,7 +198,9 @@ class Sites:
                 self._seen[folder] += 1
                 return f"{call.site} {_plain(folder, self._base)} #{self._seen[folder]}"
         site = f"{call.site} {_plain(call.path, self._base)}"
-        if call.site.startswith("sync>"):
+        # The directory of files that are written together is told apart like one that is synced alone.
+        site = site.removeprefix("write_files>")
+        if site.startswith("sync>"):
             with self._lock:
                 self._seen[site] += 1
                 return f"{site} #{self._seen[site]}"

@@ -10,7 +10,7 @@ facts: ``Tell`` states one, ``Hear`` waits for it. They belong to the model alon
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,16 @@ from ckptfs.commit.log.append import Appended, Means, Refused, append, append_he
 from ckptfs.commit.log.entries import Fence, FenceMode, Generation, Kind, Outcome, Seal, Stamp
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
-from ckptfs.commit.operations import AtOnce, Read, RemoveMany, RemoveTree, is_long
+from ckptfs.commit.operations import (
+    AtOnce,
+    Read,
+    RemoveMany,
+    RemoveTree,
+    Sync,
+    Write,
+    WriteFiles,
+    is_long,
+)
 from ckptfs.commit.ownership import recovery
 from ckptfs.commit.ownership.run import release_fence
 from ckptfs.commit.parts.parts import read_home
@@ -192,14 +201,15 @@ def one_by_one(program: Generator[Any, Any, Any]) -> Steps:
         op = next(program)
         while True:
             if isinstance(op, AtOnce):
-                answers: tuple[Any, ...] = ()
-                for one in op.ops:
-                    try:
-                        answers += ((yield one),)
-                    except StorageError as error:
-                        answers += (error,)
-                op = program.send(answers)
+                op = program.send((yield from _answers(op.ops)))
                 continue
+            if isinstance(op, WriteFiles):
+                writes = [Write(f"{op.folder}/{name}", data) for name, data in op.files]
+                failed = [one for one in (yield from _answers(writes)) if one is not None]
+                if failed:
+                    op = program.throw(failed[0])
+                    continue
+                op = Sync(op.folder)
             try:
                 reply = yield op
             except Exception as error:  # noqa: BLE001 - all of them belong to the program
@@ -208,6 +218,17 @@ def one_by_one(program: Generator[Any, Any, Any]) -> Steps:
                 op = program.send(reply)
     except StopIteration as stop:
         return stop.value
+
+
+def _answers(ops: Sequence[Any]) -> Steps:
+    """Do all of these operations; one that fails is answered with its error."""
+    answers: tuple[Any, ...] = ()
+    for one in ops:
+        try:
+            answers += ((yield one),)
+        except StorageError as error:
+            answers += (error,)
+    return answers
 
 
 def in_turns(domain: str, program: Generator[Any, Any, Any]) -> Steps:

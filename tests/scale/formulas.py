@@ -61,9 +61,9 @@ _SHARED = {
     "open": "create 4N+1, link 2N+1, list N+1, mkdir 2N+4, open 5N-1, open dir 10N+1, rename 3N, rmdir N,"
     " stat 4N+1, sync N+1, sync dir 5N+1, unlink 5N+1",
     "ensure": "create 1, mkdir N, open N-1, open dir 2N, rename 1, stat R-N, sync 1, sync dir N+1, unlink 1",
-    "prepare": "create 2, link 1, list 6, mkdir 7, open R+4, open dir N+14, rename 1, stat 1, sync 2,"
+    "prepare": "create 2, link 1, list 6, mkdir 6, open R+4, open dir N+14, rename 1, stat 1, sync 2,"
     " sync dir 9, unlink 1, utime 2",
-    "save": "create 2R+6, link 1, mkdir 3, open N+4, open dir R+2N+7, rename 2R+6, stat 1, statvfs 1,"
+    "save": "create 2R+6, link 1, mkdir 2, open N+4, open dir R+2N+7, rename 2R+6, stat 1, statvfs 1,"
     " sync 2R+6, sync dir R+6, unlink 1, utime 1",
     "retain": "create 2, link 2, list 1, open 12, open dir 11, rename 4, rmdir 3, stat 2, sync 2,"
     " sync dir 6, unlink 2R+7, utime 2",
@@ -76,9 +76,9 @@ _LOCAL = {
     "open": "create 5N, link 3N, list 2N, mkdir 6N, open 4N, open dir 11N, rename 3N, rmdir N, stat 5N,"
     " sync 2N, sync dir 6N, unlink 6N",
     "ensure": "mkdir N, open dir N, stat R-N, sync dir N",
-    "prepare": "create 2N, link N, list 6N, mkdir 7N, open R+4N, open dir 15N, rename N, stat N, sync 2N,"
+    "prepare": "create 2N, link N, list 6N, mkdir 6N, open R+4N, open dir 15N, rename N, stat N, sync 2N,"
     " sync dir 9N, unlink N, utime 2N",
-    "save": "create 2R+7N, link 2N, mkdir 3N, open 6N, open dir R+11N, rename 2R+6N, stat N, statvfs N,"
+    "save": "create 2R+7N, link 2N, mkdir 2N, open 6N, open dir R+11N, rename 2R+6N, stat N, statvfs N,"
     " sync 2R+7N, sync dir R+7N, unlink 2N, utime N",
     "retain": "create 2N, link 2N, list N, open 12N, open dir 11N, rename 4N, rmdir 3N, stat 2N, sync 2N,"
     " sync dir 6N, unlink 2R+7N, utime 2N",

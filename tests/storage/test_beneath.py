@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ckptfs.errors import StorageError, SymlinkError
 from ckptfs.storage.local import LocalStorage, posix
-from ckptfs.storage.local.posix import beneath, parent_of, without_mark
+from ckptfs.storage.local.directories import held_open
+from ckptfs.storage.local.posix import beneath, held_fd, parent_of, without_mark
 from ckptfs.storage.local.writers import resumable_name
 from ckptfs.uri import Uri
 
@@ -41,6 +43,7 @@ CHANGES: dict[str, Change] = {
     "create": lambda s: s.create("a/b/new", b"new", staging="staging"),
     "create through staging": lambda s: s.create("new", b"new", staging="a/b/staging"),
     "replace": lambda s: s.replace("a/b/f", b"new"),
+    "write_files": lambda s: s.write_files("a/b", {"f": b"new", "g": b"new"}),
     "open_write": _written,
     "open_parallel": _windows,
     "open_kept": _kept,
@@ -267,6 +270,56 @@ def test_a_stale_directory_is_looked_up_again(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="stale"):
         posix._with_parent(path, stale_until(3))
     assert len(seen) == 2
+
+
+def test_a_directory_that_is_held_and_stale_is_looked_up_again(tmp_path: Path) -> None:
+    """By its path, by this call and by all later ones of the block; what was held is not synced any more."""
+    kernel, path = posix.Posix(), beneath(str(tmp_path), "a/f")
+    (tmp_path / "a").mkdir()
+    seen: list[int | None] = []
+
+    def stale_once(name: str, fd: int | None) -> str:
+        seen.append(fd)
+        if len(seen) == 1:
+            raise OSError(errno.ESTALE, "stale")
+        return name
+
+    with held_open(kernel, parent_of(path)):
+        held = held_fd(parent_of(path))
+        assert held is not None
+        assert posix._with_parent(path, stale_once) == "f"
+        assert held_fd(parent_of(path)) is None
+        posix._with_parent(path, stale_once)
+    assert seen[0] == held
+    assert held not in seen[1:]
+
+
+def test_no_name_is_made_in_a_directory_that_was_removed_and_made_again(tmp_path: Path) -> None:
+    """The held one is dead: the kernel refuses the name, so no fsync there reports a success. After the block the
+    path leads to the new one.
+    """
+    kernel, path = posix.Posix(), beneath(str(tmp_path), "a/f")
+    (tmp_path / "a").mkdir()
+    for hold in (held_open(kernel, parent_of(path)), posix.hold_directory(parent_of(path))):
+        with hold:
+            (tmp_path / "a").rmdir()
+            (tmp_path / "a").mkdir()
+            with pytest.raises(FileNotFoundError):
+                kernel.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            with pytest.raises(FileNotFoundError):
+                kernel.mkdir(path)
+        kernel.mkdir(path)
+        (tmp_path / "a/f").rmdir()
+
+
+def test_only_the_thread_that_opened_a_directory_holds_it(tmp_path: Path) -> None:
+    """Another thread may be in a later step, where the path may lead to another directory."""
+    (tmp_path / "a").mkdir()
+    path = beneath(str(tmp_path), "a")
+    with held_open(posix.Posix(), path), ThreadPoolExecutor(1) as pool:
+        assert held_fd(path) is not None
+        assert pool.submit(held_fd, path).result() is None
+    assert held_fd(path) is None
 
 
 def test_no_child_process_inherits_a_descriptor(tmp_path: Path) -> None:

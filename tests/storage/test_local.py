@@ -407,9 +407,44 @@ def test_make_dir_asks_nothing_and_syncs_all(tmp_path: Path) -> None:
     storage.make_dir("a/c")
     kernel.names.clear()
     storage.make_dir("a/b")
-    assert kernel.names[0] == "mkdir"
-    assert kernel.names.count("mkdir") == 1
+    assert kernel.names[:2] == ["open", "mkdir"]  # of a, which is synced after it
+    assert kernel.names.count("mkdir") == kernel.names.count("open") == 1
     assert kernel.names.count("fsync") == 1  # another may have made b and not synced it
+
+
+def test_a_parent_that_is_removed_and_made_again_is_the_one_that_is_synced(tmp_path: Path) -> None:
+    """After make_dir opened it: the name is made in the new one, and nothing that is dead is taken for durable."""
+    parent = tmp_path / "run/a"
+
+    class Replaced(Scripted):
+        replaces: bool
+        synced: list[int]  # the inodes of directories
+
+        def mkdir(self, path: str, mode: int = 0o777) -> None:
+            if path.endswith("/b") and self.replaces:
+                self.replaces = False
+                parent.rmdir()
+                (tmp_path / "run/other").mkdir()  # takes the inode number
+                parent.mkdir()
+            super().mkdir(path, mode)
+
+        def fsync(self, fd: int) -> None:
+            self.synced.append(os.fstat(fd).st_ino)
+            super().fsync(fd)
+
+    kernel = Replaced(lambda _name, _count: None)
+    kernel.replaces, kernel.synced = False, []
+    storage = ready(tmp_path, kernel)
+    storage.make_dir("a")
+    until_the_clock_ticks(tmp_path)
+    storage.make_dir("a/x")
+    storage.remove_dir("a/x")
+    kernel.replaces = True
+    kernel.synced.clear()
+    storage.make_dir("a/b/c")
+    assert (parent / "b/c").is_dir()
+    assert not kernel.replaces
+    assert kernel.synced[:3] == [os.stat(p).st_ino for p in (parent / "b", parent, parent.parent)]
 
 
 def test_a_directory_without_a_time_of_birth_is_synced_each_time(tmp_path: Path) -> None:

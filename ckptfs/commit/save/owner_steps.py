@@ -37,7 +37,7 @@ from ckptfs.commit.operations import (
     Program,
     Sync,
     Write,
-    all_at_once,
+    WriteFiles,
     name_is_plain,
 )
 from ckptfs.commit.ownership.recovery import encode_record
@@ -113,12 +113,9 @@ def prepare(keys: AttemptKeys, files: Mapping[str, bytes]) -> Program[None]:
     The immutable files are stored next to the data. On filesystems there is a second copy, which
     the projection consumes. Data files are durable under their names too.
     """
-    yield from all_at_once([Write(f"{keys.data}/{name}", data) for name, data in files.items()])
-    yield Sync(keys.data)
+    yield WriteFiles(keys.data, tuple(files.items()))
     if keys.shape is Shape.FILESYSTEM:
-        for name, data in files.items():
-            yield Write(f"{keys.attempt}/{name}", data)
-        yield Sync(keys.attempt)
+        yield WriteFiles(keys.attempt, tuple(files.items()))
 
 
 def seal_save(

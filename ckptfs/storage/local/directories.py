@@ -13,14 +13,16 @@ server answers the operation itself.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
-from ckptfs.storage.local.posix import Identity, Posix, parent_of
+from ckptfs.storage.local.posix import Identity, Posix, held_fd, hold_directory, parent_of
 
 __all__ = [
     "DurableDirs",
+    "held_open",
     "make_dirs",
     "refresh_dir",
     "remove_tree",
@@ -46,13 +48,34 @@ def unlink_if_present(posix: Posix, path: str) -> None:
         return
 
 
+@contextmanager
+def held_open(posix: Posix, path: str) -> Iterator[None]:
+    """Open a directory once for the calls of this block in it and for its ``sync_dir``: see ``hold_directory``.
+
+    Where it cannot be opened, each call of the block fails or succeeds by itself.
+    """
+    fd = None
+    with suppress(OSError):
+        fd = posix.open(path, _OPEN_DIRECTORY)
+    if fd is None:
+        yield
+        return
+    try:
+        with hold_directory(path, fd):
+            yield
+    finally:
+        with suppress(OSError):  # nothing was written through it, and its fsync has its own answer
+            posix.close(fd)
+
+
 def sync_dir(posix: Posix, path: str) -> Identity | None:
     """Fsync a directory and return its identity.
 
     Returns:
         The identity; None if directories cannot be synced (some FUSE and SMB mounts).
     """
-    fd = posix.open(path, _OPEN_DIRECTORY)
+    held = held_fd(path)
+    fd = posix.open(path, _OPEN_DIRECTORY) if held is None else held
     try:
         posix.fsync(fd)
         return posix.identity(fd)
@@ -61,7 +84,8 @@ def sync_dir(posix: Posix, path: str) -> Identity | None:
             return None
         raise
     finally:
-        posix.close(fd)
+        if held is None:
+            posix.close(fd)
 
 
 class DurableDirs:
@@ -79,6 +103,14 @@ class DurableDirs:
     def has(self, path: str, identity: Identity) -> bool:
         """Whether the directory that is at ``path`` now is one of them."""
         return self._known.get(path) == identity
+
+    def nearest(self, path: str, root: str) -> str | None:
+        """Return the deepest directory above ``path`` that was one of them when it was last seen."""
+        while path != root:
+            path = parent_of(path)
+            if path in self._known:
+                return path
+        return None
 
     def add(self, found: dict[str, Identity]) -> None:
         """Record that these directories are durable now."""
@@ -109,17 +141,21 @@ def make_dirs(posix: Posix, path: str, root: str, durable: DurableDirs) -> None:
         root: The directory of the storage.
         durable: What this process has made durable; it learns what this call adds.
     """
-    made = _make(posix, path)
-    synced = dict[str, Identity]()
-    below = path
-    while below != root:
-        below = parent_of(below)
-        identity = sync_dir(posix, below)
-        if identity is not None and durable.has(below, identity):
-            durable.add(synced)
-            return
-        if identity is not None:
-            synced[below] = identity
+    with ExitStack() as held:
+        made = list[str]()
+        if not _make_below(posix, path, durable.nearest(path, root), held):
+            held.close()
+            made = _make(posix, path)
+        synced = dict[str, Identity]()
+        below = path
+        while below != root:
+            below = parent_of(below)
+            identity = sync_dir(posix, below)
+            if identity is not None and durable.has(below, identity):
+                durable.add(synced)
+                return
+            if identity is not None:
+                synced[below] = identity
     for name in made:
         if name != root and not name.startswith(f"{root}/"):
             sync_dir(posix, parent_of(name))
@@ -132,6 +168,29 @@ def make_dirs(posix: Posix, path: str, root: str, durable: DurableDirs) -> None:
         if root in made:
             raise
     durable.add(synced)
+
+
+def _make_below(posix: Posix, path: str, top: str | None, held: ExitStack) -> bool:
+    """Make ``path`` and what is missing between it and ``top``. Each parent stays open, for its sync.
+
+    Returns:
+        False if ``top`` is None, or a directory was removed in the meantime: nothing is made below it then.
+    """
+    if top is None:
+        return False
+    missing = list[str]()
+    while path != top:
+        missing.append(path)
+        path = parent_of(path)
+    for name in reversed(missing):
+        held.enter_context(held_open(posix, parent_of(name)))
+        try:
+            posix.mkdir(name)
+        except FileExistsError:
+            continue
+        except FileNotFoundError:
+            return False
+    return True
 
 
 def _make(posix: Posix, path: str) -> list[str]:
@@ -167,7 +226,7 @@ def refresh_dir(posix: Posix, path: str, root: str) -> None:
     if parent == path:
         return
     if path == root or not path.startswith(f"{root}/"):
-        with contextlib.suppress(PermissionError):
+        with suppress(PermissionError):
             refresh_dir(posix, parent, root)
     else:
         refresh_dir(posix, parent, root)

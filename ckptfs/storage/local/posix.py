@@ -21,6 +21,7 @@ name, so no process can put a link in between. The caller decides where in the p
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -29,6 +30,7 @@ import os
 import stat
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ __all__ = [
     "Posix",
     "beneath",
     "core_count",
+    "held_fd",
+    "hold_directory",
     "parent_of",
     "takes_direct",
     "without_mark",
@@ -84,6 +88,52 @@ def parent_of(path: str) -> str:
     return (holder.removesuffix("/.") or "/") if holder.endswith("/.") else holder
 
 
+class _Held(threading.local):
+    """The directories that this thread holds open: by path, the descriptor and whether it can be synced."""
+
+    def __init__(self) -> None:
+        self.by_path: dict[str, tuple[int, bool]] = {}
+
+
+_HELD = _Held()
+
+
+@contextmanager
+def hold_directory(path: str, fd: int | None = None) -> Iterator[None]:
+    """Look a directory up once for all calls of this block that name something directly in it.
+
+    For one step of the caller only: a directory that another process removes and makes again is still open
+    here, and a name that is made in it then is refused by the kernel (ENOENT). Where an NFS server calls it
+    stale, the later calls look it up by its path again. Holds for this thread.
+
+    Args:
+        path: The directory, as the paths of its names begin.
+        fd: The directory, opened for reading by the caller, who closes it; ``held_fd`` returns it. None: it
+            is opened here for lookups, and if that fails each call fails or succeeds by itself.
+    """
+    if path in _HELD.by_path:
+        yield
+        return
+    with contextlib.ExitStack() as opened:
+        held = fd
+        if held is None:
+            with contextlib.suppress(OSError):
+                parent = _open_parent(f"{path}/name", revalidate=False)
+                held = opened.enter_context(parent)[1]
+        if held is not None:
+            _HELD.by_path[path] = held, fd is not None
+        try:
+            yield
+        finally:
+            _HELD.by_path.pop(path, None)
+
+
+def held_fd(path: str) -> int | None:
+    """Return the descriptor of a directory that this thread holds open for reading; None if it holds none."""
+    fd, is_readable = _HELD.by_path.get(path, (None, False))
+    return fd if is_readable else None
+
+
 @contextmanager
 def _open_parent(path: str, *, revalidate: bool) -> Iterator[tuple[str, int | None]]:
     """Open the parent directory of a marked path. An unmarked path is returned as it is.
@@ -98,7 +148,13 @@ def _open_parent(path: str, *, revalidate: bool) -> Iterator[tuple[str, int | No
     if _NO_LINKS_MARK not in path:
         yield path, None
         return
-    fd = None if revalidate else _open_at_once(parent_of(path), _OPEN_STEP)
+    parent = parent_of(path)
+    if revalidate:
+        _HELD.by_path.pop(parent, None)  # stale: the rest of the block looks it up again
+    elif parent in _HELD.by_path:
+        yield os.path.basename(path), _HELD.by_path[parent][0]
+        return
+    fd = None if revalidate else _open_at_once(parent, _OPEN_STEP)
     if fd is None:
         fd = _walk_to_parent(path, os.O_RDONLY | _DIRECTORY if revalidate else _OPEN_STEP)
     try:
@@ -116,6 +172,13 @@ def _open_at_once(path: str, flags: int, mode: int = 0) -> int | None:
     root, mark, below = path.rpartition(_NO_LINKS_MARK)
     if not mark or not _HAS_OPENAT2:
         return None
+    if (parent := parent_of(path)) in _HELD.by_path:
+        try:
+            return _openat2(_HELD.by_path[parent][0], os.path.basename(path), flags, mode)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            _HELD.by_path.pop(parent, None)  # the kernel retries a whole path by itself
     fd = _openat2(_AT_FDCWD, without_mark(path), flags, mode)
     if fd is not None:
         return fd

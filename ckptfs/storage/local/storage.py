@@ -26,7 +26,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ckptfs.errors import (
@@ -51,6 +51,7 @@ from ckptfs.storage.base import (
 from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local.directories import (
     DurableDirs,
+    held_open,
     make_dirs,
     refresh_dir,
     remove_tree,
@@ -59,7 +60,14 @@ from ckptfs.storage.local.directories import (
 )
 from ckptfs.storage.local.files import partial_name, read_file, unlink_quietly, write_file
 from ckptfs.storage.local.mount_probe import probe_posix
-from ckptfs.storage.local.posix import Posix, beneath, core_count, parent_of, without_mark
+from ckptfs.storage.local.posix import (
+    Posix,
+    beneath,
+    core_count,
+    hold_directory,
+    parent_of,
+    without_mark,
+)
 from ckptfs.storage.local.reader import LocalReader
 from ckptfs.storage.local.writers import (
     InPlaceWriter,
@@ -173,33 +181,37 @@ class LocalStorage(Storage):
         if not self.capabilities.exclusive_create:
             raise self._no_exclusive_create(key)
         keep_staging = False
-        try:
-            with translated(self.uri(staging), "create"):
-                try:
-                    write_file(self._posix, temporary, data)
-                except FileExistsError:
-                    # Never O_TRUNC: after a lost answer the staging file and the entry are one inode,
-                    # and truncating it would empty an entry that others have read.
-                    unlink_if_present(self._posix, temporary)
-                    write_file(self._posix, temporary, data)
+        with hold_directory(parent_of(temporary)):
             try:
-                self._posix.link(temporary, path)
-            except FileExistsError as error:
-                # The maker of the entry may not have come to its own fsync, and our caller relies on the entry.
-                self._sync_directory(directory, key, "create")
-                raise typed(error, self.uri(key), "create") from error
-            except OSError as error:
-                if error.errno in IN_DOUBT_ERRNOS:
-                    keep_staging = True
-                    raise lost_answer(error, self.uri(key), "create") from error
-                if error.errno in _NO_HARD_LINKS:
-                    self._without_exclusive_create()
-                    raise self._no_exclusive_create(key) from error
-                raise typed(error, self.uri(key), "create") from error
-            self._sync_directory(directory, key, "create")
-        finally:
-            if not keep_staging:
-                unlink_quietly(self._posix, temporary)
+                with translated(self.uri(staging), "create"):
+                    try:
+                        write_file(self._posix, temporary, data)
+                    except FileExistsError:
+                        # Never O_TRUNC: after a lost answer the staging file and the entry are one inode,
+                        # and truncating it would empty an entry that others have read.
+                        unlink_if_present(self._posix, temporary)
+                        write_file(self._posix, temporary, data)
+                # Not opened earlier: a directory that was made again by now would refuse the name.
+                with held_open(self._posix, directory):
+                    try:
+                        self._posix.link(temporary, path)
+                    except FileExistsError as error:
+                        # The maker of the entry may not have come to its own fsync, and our caller relies
+                        # on the entry.
+                        self._sync_directory(directory, key, "create")
+                        raise typed(error, self.uri(key), "create") from error
+                    except OSError as error:
+                        if error.errno in IN_DOUBT_ERRNOS:
+                            keep_staging = True
+                            raise lost_answer(error, self.uri(key), "create") from error
+                        if error.errno in _NO_HARD_LINKS:
+                            self._without_exclusive_create()
+                            raise self._no_exclusive_create(key) from error
+                        raise typed(error, self.uri(key), "create") from error
+                    self._sync_directory(directory, key, "create")
+            finally:
+                if not keep_staging:
+                    unlink_quietly(self._posix, temporary)
 
     def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
         if if_match is not None:
@@ -289,6 +301,15 @@ class LocalStorage(Storage):
                 )
 
         return self._write_in_directory(key, begin)
+
+    def write_files(self, folder: str, files: Mapping[str, bytes]) -> None:
+        # One lookup of the directory for all files and for the sync.
+        with held_open(self._posix, self._write_path(folder)):
+            for name, data in files.items():
+                key = f"{folder}/{name}" if folder else name
+                with self.open_write(key, size_hint_bytes=len(data)) as writer:
+                    writer.write(data)
+            self.sync(folder)
 
     def open_over(self, key: str) -> DataWriter:
         """As ``Storage.open_over``. Never used for the files of a run, which belong to ckptfs."""

@@ -148,6 +148,22 @@ class SmallFiles(Conformance):
         assert self.raw_list() == []
         assert not self.raw_exists("absent")
 
+    def test_written_together(self, store: Storage) -> None:
+        """All files of one call are there, over older ones; other files of the directory stay."""
+        self.raw_write("d/b", b"older, and longer")
+        self.raw_write("d/other", b"stays")
+        files = {"a": b"", "b": b"newer", "c": pattern(3 << 20)}
+        store.write_files("d", files)
+        assert {name: self.raw_read(f"d/{name}") for name in files} == files
+        assert self.raw_read("d/other") == b"stays"
+        assert self.raw_list() == ["d/a", "d/b", "d/c", "d/other"]
+
+    def test_writing_together_needs_its_directory(self, tree: Storage) -> None:
+        """On a tree it does not make the directory."""
+        with pytest.raises(NotFoundError):
+            tree.write_files("absent", {"a": b"", "b": b""})
+        assert self.raw_list() == []
+
     def test_conditional_replace(self, store: Storage) -> None:
         """With if_match it replaces only if the etag still matches; otherwise it is an error."""
         if not store.capabilities.conditional_replace:
