@@ -13,39 +13,42 @@ PYTEST_ARGS ?=
 PYTEST_JOBS ?= 3
 SPREAD = -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # Machines of the laboratory are several processes each, so their tests run one after the other, and beside
-# the other faults: they wait for kernels that boot, for caches that expire, for machines that come back.
+# the other campaigns: they wait for kernels that boot, for caches that expire, for machines that come back.
 LABS := tests/nfs tests/nodes tests/cuts
-# The short version of every campaign of faults: deaths at a sample of operations and requests, power cuts, bad
-# networks, ranks that hang, hostile files, two versions in one run. `make test-faults` runs them.
-FAULTS := tests/crash tests/versions tests/hostile tests/servers/test_kill_every_request.py \
-    tests/servers/test_faults_every_store.py tests/servers/test_faults_ranks.py \
-    tests/multiprocess/test_stuck.py tests/multiprocess/test_stuck_files.py
+# The short version of every campaign: deaths at a sample of operations and requests, power cuts, bad networks,
+# servers that lack something, races of many processes, ranks that hang, hostile files, two versions in one run, the
+# search of the protocol's model, planted mistakes. `make test-campaigns` runs them.
+CAMPAIGNS := tests/crash tests/versions tests/hostile tests/model tests/mutants \
+    tests/commit/test_retire_crash.py tests/dcp/test_reuse_crash.py \
+    $(addprefix tests/multiprocess/,test_stuck.py test_stuck_files.py test_manager_preemption.py test_async_exit.py) \
+    $(addprefix tests/servers/,test_kill_every_request.py test_faults_every_store.py test_faults_ranks.py) \
+    $(addprefix tests/servers/,test_other_s3.py test_commit_race.py)
 # The code and links of the docs, the layers, the exports, the list of what is public, the sections of public
-# docstrings: `make check` runs them.
+# docstrings, the words of names and messages: `make check` runs them.
 CHECKED := tests/test_docs.py tests/test_layers.py tests/test_exports.py tests/test_public.py tests/test_repeats.py \
-    tests/test_docstrings.py
+    tests/test_docstrings.py tests/test_house.py tests/test_messages.py
 # tests/test_manual.py looks at the built manual: `make docs` runs it.
 ELSEWHERE := $(LABS) $(CHECKED) tests/test_manual.py
-CORE = $(SPREAD) $(addprefix --ignore=,$(FAULTS) $(ELSEWHERE))
+CORE = $(SPREAD) $(addprefix --ignore=,$(CAMPAIGNS) $(ELSEWHERE))
 # Of benchmarks/: each script of it runs with tiny sizes.
 BENCHED := tests/test_bench.py tests/test_floors.py tests/test_copying_bench.py tests/servers/test_object_bench.py
 # Runs of `make test-repeat`.
 N ?= 5
 
-# Both halves run, whatever the other one found, and the labs tell what they found after the faults of this
-# machine; the names of all failed tests come last, since a log that is cut keeps its end. The exit code is 1 where
-# either failed. 5: -k and its sisters chose nothing there.
+# Both halves run, whatever the other one found, and the labs tell what they found last but for the names of all
+# failed tests, since a log that is cut keeps its end. The exit code is 1 where either failed. 5: -k and its sisters
+# chose nothing there.
 define run_both_halves
-faults=0; labs=0; beside=$$(mktemp); export CKPTFS_FAILURES=$$(mktemp); \
+short=0; labs=0; beside=$$(mktemp); export CKPTFS_FAILURES=$$(mktemp); \
 trap 'kill $$lab 2>/dev/null; rm -f $$beside $$CKPTFS_FAILURES' EXIT; \
 $(1) $(LABS) $(PYTEST_ARGS) >$$beside 2>&1 & lab=$$!; \
-$(1) $(SPREAD) $(FAULTS) $(PYTEST_ARGS) || faults=$$?; \
+$(1) $(SPREAD) $(CAMPAIGNS) $(PYTEST_ARGS) || short=$$?; \
 [[ -d /proc/$$lab ]] && echo "labs (nfs, nodes, cuts): still running"; \
 wait $$lab || labs=$$?; \
 cat $$beside $$CKPTFS_FAILURES; \
 said() { case $$1 in 0) echo passed;; 5) echo "no test chosen";; *) echo "FAILED (exit $$1)";; esac; }; \
-echo "faults: $$(said $$faults); labs (nfs, nodes, cuts): $$(said $$labs)"; \
-for code in $$faults $$labs; do case $$code in 0|5) ;; *) exit 1;; esac; done
+echo "campaigns: $$(said $$short); labs (nfs, nodes, cuts): $$(said $$labs)"; \
+for code in $$short $$labs; do case $$code in 0|5) ;; *) exit 1;; esac; done
 endef
 
 export OMP_NUM_THREADS ?= 1
@@ -56,7 +59,7 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 # worker of the suite all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo first-run test test-faults test-repeat test-hdfs check lint format-check types contracts actionlint hooks
+.PHONY: help demo first-run test test-campaigns test-repeat test-hdfs check lint format-check types contracts actionlint hooks
 .PHONY: release-check docs format compat formats campaign-crash campaign-model bench
 .PHONY: test-cloud campaign-servers campaign-manager campaign-tools soak bench-objects bench-async floors
 .PHONY: campaign-bench scale campaign-scale campaign-mutants campaign-versions campaign-hostile public
@@ -71,7 +74,7 @@ help:
 	@echo "make demo            train, kill in the middle of a save, resume bit-identical (under 90 s)"
 	@echo "make first-run       what docs/first-run.md says, in an environment of its own"
 	@echo "make test            every test but those of the other lanes (8 minutes)"
-	@echo "make test-faults     deaths, power cuts, bad networks, hostile files, NFS, many hosts: the short campaigns"
+	@echo "make test-campaigns  the short version of every campaign: deaths, power cuts, bad networks, NFS, many hosts"
 	@echo "make test-repeat     both N=5 times beside two busy loops, and a table of what was not green"
 	@echo "make test-hdfs       the tests that need an HDFS: Java, make lab-install"
 	@echo "make test-cloud URI=s3://bucket/prefix  ckptfs on a bucket of yours; prints what to send us"
@@ -125,13 +128,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest --durations=15 $(CORE) $(PYTEST_ARGS)
 
-test-faults: $(STAMP)
+test-campaigns: $(STAMP)
 	@$(call run_both_halves,$(BIN)/python -m pytest --durations=15)
 
 # Beside two processes that only compute: what is not green every time is a defect.
 test-repeat: $(STAMP)
 	$(BIN)/python -m tests.repeat --times $(N) --part core "$(CORE) $(PYTEST_ARGS)" \
-	    --part faults "$(SPREAD) $(FAULTS) $(PYTEST_ARGS)" --part labs "$(LABS) $(PYTEST_ARGS)"
+	    --part campaigns "$(SPREAD) $(CAMPAIGNS) $(PYTEST_ARGS)" --part labs "$(LABS) $(PYTEST_ARGS)"
 
 test-hdfs: $(STAMP)
 	$(BIN)/python -m pytest -m "hdfs and not campaign" tests/servers $(PYTEST_ARGS)

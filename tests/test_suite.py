@@ -48,17 +48,17 @@ def test_what_failed_is_named_with_the_first_line_of_its_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "labs", "status"),
+    ("short", "labs", "status"),
     [(0, 0, 0), (1, 0, 2), (0, 1, 2), (5, 0, 0), (0, 5, 0), (2, 5, 2), (5, 5, 0)],
 )
-def test_both_halves_of_the_faults_run_whatever_the_first_one_finds(
-    tmp_path: Path, faults: int, labs: int, status: int
+def test_both_halves_of_the_campaigns_run_whatever_the_first_one_finds(
+    tmp_path: Path, short: int, labs: int, status: int
 ) -> None:
-    """`make test-faults` tells both halves, and fails where either failed; 5 is "no test chosen"."""
+    """`make test-campaigns` tells both halves, and fails where either failed; 5 is "no test chosen"."""
     fake = tmp_path / "pytest"
     fake.write_text(
-        'case "$*" in *tests/crash*) echo the faults; echo FAILED one >>$CKPTFS_FAILURES;'
-        f" exit {faults};; *) echo the labs; exit {labs};; esac\n"
+        'case "$*" in *tests/crash*) echo the campaigns; echo FAILED one >>$CKPTFS_FAILURES;'
+        f" exit {short};; *) echo the labs; exit {labs};; esac\n"
     )
     makefile = tmp_path / "Makefile"
     makefile.write_text(
@@ -68,11 +68,12 @@ def test_both_halves_of_the_faults_run_whatever_the_first_one_finds(
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == status, ran.stderr
     order = [
-        ran.stdout.index(text) for text in ("the faults", "the labs", "FAILED one", "faults: ")
+        ran.stdout.index(text)
+        for text in ("the campaigns", "the labs", "FAILED one", "campaigns: ")
     ]
     assert order == sorted(order)
     words = {0: "passed", 5: "no test chosen"}
-    assert f"faults: {words.get(faults, f'FAILED (exit {faults})')};" in ran.stdout
+    assert f"campaigns: {words.get(short, f'FAILED (exit {short})')};" in ran.stdout
     assert f"cuts): {words.get(labs, f'FAILED (exit {labs})')}" in ran.stdout
 
 
@@ -99,7 +100,7 @@ def test_ci_prints_the_seconds_of_each_stage_and_stops_at_the_first_that_fails(
             "docs",
             "demo",
             "test",
-            "test-faults",
+            "test-campaigns",
             "test-integrations",
         )
         assert stages[:7] == [f"make {name}" for name in targets]
