@@ -228,8 +228,9 @@ def test_a_second_interrupt_waits_for_the_threads_that_help() -> None:
     """Ctrl-C comes again while a read waits for a helper that writes into the caller's buffer: the read
     returns when the helper has ended all the same.
     """
-    helping, looked, ended = threading.Event(), threading.Event(), threading.Event()
+    helping, looked, returned = threading.Event(), threading.Event(), threading.Event()
     caller = threading.current_thread()
+    late: list[bool] = []
 
     class Slow(MemoryObjectClient):
         def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
@@ -238,8 +239,10 @@ def test_a_second_interrupt_waits_for_the_threads_that_help() -> None:
                 raise KeyboardInterrupt
             helping.set()
             assert looked.wait(120)
+            late.append(
+                returned.wait(0.5)
+            )  # a read that waits for this thread cannot return meanwhile
             super().get_range(key, offset, out, etag)
-            ended.set()
 
     class Interrupting(Threads):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -254,9 +257,10 @@ def test_a_second_interrupt_waits_for_the_threads_that_help() -> None:
         reader._route = replace(reader._route, pool=lambda: threads)
         with pytest.raises(KeyboardInterrupt):
             read_all(reader, 2 * RANGE_BYTES)
-        assert ended.is_set()
+        returned.set()
     threads.shutdown()
     storage.close()
+    assert late == [False], "the read returned while a helper still wrote into its buffer"
 
 
 def test_the_first_error_is_the_one_raised() -> None:
