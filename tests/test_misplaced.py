@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import ckptfs
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.operations import drive
 from ckptfs.storage.registry import open_storage
 from tests.cli.conftest import Cli, cli
 from tests.servers.conftest import azurite, gcs, moto, no_accounts, radosgw
@@ -110,6 +113,18 @@ def test_a_bucket_that_is_not_there_is_an_error(place: Place, reader: str) -> No
         pytest.skip("has no buckets")
     with pytest.raises(ckptfs.NotFoundError, match="no-such-bucket") as caught:
         READERS[reader](place.nowhere, place.options)
+    assert caught.value.of_bucket
+
+
+def test_a_program_of_the_log_takes_no_missing_bucket_for_an_empty_run(place: Place) -> None:
+    """Readers look at the domain first; what folds the log without that look hears of the bucket too."""
+    if not place.nowhere:
+        pytest.skip("has no buckets")
+    with (
+        closing(open_storage(place.nowhere, place.options)) as storage,
+        pytest.raises(ckptfs.NotFoundError, match="no-such-bucket") as caught,
+    ):
+        drive(catch_up(), storage)
     assert caught.value.of_bucket
 
 
