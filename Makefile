@@ -303,11 +303,11 @@ floors: $(STAMP)
 	$(BIN)/python -m benchmarks.floors --record --markdown build/floors.md
 
 bench-async: $(STAMP)
-	$(BIN)/python -m benchmarks.async_stall
+	$(BIN)/python -m benchmarks.stall
 
 bench-objects: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev,bench]'
-	$(BIN)/python -m benchmarks.object_store
+	$(BIN)/python -m benchmarks.servers
 
 clean:
 	rm -rf $(VENV) $(INTEGRATIONS) .venv-python* build/docs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -28,7 +28,7 @@ import torch
 import xxhash
 
 import ckptfs
-from benchmarks import telling
+from benchmarks import tables
 from ckptfs.bench.machine import filesystem
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
 
@@ -127,7 +127,7 @@ def measured(size_bytes: int, rounds: int, *, within: Path, say: Callable[[str],
     started, load_before = datetime.now(UTC), list(os.getloadavg())
     with tempfile.TemporaryDirectory(prefix="ckptfs-copying-", dir=within) as directory:
         samples = tuple(_samples(size_bytes, rounds, Path(directory), say))
-    about = telling.about("floors", within, PACKAGES, started, load_before)
+    about = tables.about("floors", within, PACKAGES, started, load_before)
     return Result(
         what="what a copy and an export of a checkpoint cost, beside cp -r and an fsync",
         settings={"rounds": rounds},
@@ -164,7 +164,7 @@ def _turn(
     size_bytes = next(iter(state.values())).nbytes
     ran = subprocess.run(
         [sys.executable, "-c", CHILD, way, str(source), str(target), str(size_bytes)],
-        env={**os.environ, "PYTHONPATH": str(telling.HERE.parent)},
+        env={**os.environ, "PYTHONPATH": str(tables.HERE.parent)},
         cwd=target.parent,
         capture_output=True,
         text=True,

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptfs
-from benchmarks import telling
+from benchmarks import tables
 from ckptfs.bench.clock import Clock
 from ckptfs.bench.machine import filesystem
 from ckptfs.bench.rank import TorchGroup, joined_group
@@ -179,7 +179,7 @@ def measured(
         with tempfile.TemporaryDirectory(prefix="ckptfs-fixed-", dir=within) as directory:
             found = job(size, "turns", Path(directory), rounds)
             samples += _samples(size, found)
-    about = telling.about("floors", within, PACKAGES, started, load_before)
+    about = tables.about("floors", within, PACKAGES, started, load_before)
     return Result(
         what="what a save and a load of next to nothing cost, beside torch.distributed.checkpoint",
         settings={"rounds": rounds, "threads": 1},
@@ -228,7 +228,7 @@ def _torchrun(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> None
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *arguments]
-    paths = [str(telling.HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(tables.HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import telling
+from benchmarks import tables
 from ckptfs.bench.machine import describe, versions
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
 
@@ -121,7 +121,7 @@ def main() -> int:
     result = measured(
         options.ranks, options.tensors, options.pairs, command, sides=options.sides, say=_say
     )
-    telling.finish(result, options.out, "planner")
+    tables.finish(result, options.out, "planner")
     return 0
 
 

@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import goals, telling
+from benchmarks import goals, tables
 from benchmarks.fixed import job
 from ckptfs.bench.messages import Asked, WorkloadAsked
 from ckptfs.bench.results import Result, Sample, Workload
@@ -39,16 +39,16 @@ def main() -> int:
             parts += [_committed(n, directory, options, parts[0]) for n in options.commit_ranks]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    result = telling.joined(
+    result = tables.joined(
         parts,
         what="ckptfs beside torch.distributed.checkpoint (FileSystemWriter, FileSystemReader)",
         command=shlex.join(["python", "-m", "benchmarks.save_load", *sys.argv[1:]]),
         note=options.note,
     )
     # The place was made for this run and is gone: two results of one disk are of one target.
-    result = telling.placed(result, "directory")
+    result = tables.placed(result, "directory")
     found = goals.goals_of(result, [GOAL])
-    telling.finish(result, options.out, "save_load", found)
+    tables.finish(result, options.out, "save_load", found)
     return 0 if goals.holds(found) or not options.check else 1
 
 

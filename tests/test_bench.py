@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import goals, metadata_reader, save_load
+from benchmarks import goals, readers, save_load
 from benchmarks.old_results import read_any
-from benchmarks.telling import joined, markdown
+from benchmarks.tables import joined, markdown
 from ckptfs.bench.results import Result, Sample, read_result
 from ckptfs.errors import ManifestError
 from tests.bench.made import FILE, made_result
@@ -147,7 +147,7 @@ def test_parts_of_a_result_are_joined_once() -> None:
 def test_readers_of_two_trees_are_put_beside_each_other() -> None:
     """Tiny files, this tree as both: each turn is a process of its own."""
     said: list[str] = []
-    found = metadata_reader.measured(ROOT, 1, ("small", "leaves"), 0.001, said.append)
+    found = readers.measured(ROOT, 1, ("small", "leaves"), 0.001, said.append)
     assert [*found] == ["small", "leaves"]
     for case in found.values():
         assert len(case["old_cpu_s"]) == len(case["new_cpu_s"]) == 1
@@ -156,6 +156,6 @@ def test_readers_of_two_trees_are_put_beside_each_other() -> None:
 
 def test_every_input_of_the_readers_is_made_and_read(tmp_path: Path) -> None:
     """Also those that the test above leaves out."""
-    for case in metadata_reader.CASES:
-        metadata_reader.write_input(case, tmp_path / case, 0.001)
-        assert metadata_reader.turn(case, tmp_path / case) >= 0
+    for case in readers.CASES:
+        readers.write_input(case, tmp_path / case, 0.001)
+        assert readers.turn(case, tmp_path / case) >= 0

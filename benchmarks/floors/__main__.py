@@ -22,13 +22,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import telling
+from benchmarks import tables
 from benchmarks.floors.claims import COLUMNS, Finding, Verdict, cells, findings_of, markdown
 from benchmarks.floors.rows import ROWS, Sizes
 from ckptfs.bench.results import read_result, write_result
 from ckptfs.bench.workloads import parse_size
 
-RECORD = telling.HERE / "results"
+RECORD = tables.HERE / "results"
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def _measured(row: str, options: argparse.Namespace, out: Path) -> list[Finding]
     found = replace(ROWS[row](sizes), what=f"floors: {row}", command=command)
     path = out / f"floors-{row}-{found.date[:10]}.json"
     write_result(path, found)
-    telling.show(found)
+    tables.show(found)
     findings = findings_of(row, found)
     show(findings)
     print(f"every measurement: {os.path.relpath(path)}")

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import telling
+from benchmarks import tables
 from benchmarks.floors.claims import DCP, OURS, PEERS
 from ckptfs.bench.messages import Asked, WorkloadAsked
 from ckptfs.bench.results import Phase, Result
@@ -76,8 +76,8 @@ class Files:
         with _threads_of_a_plain_process() if self.ranks == 1 else nullcontext():
             found = _measured(asked)
         missing = [f"{one} took no part: it is not installed" for one in wanted if one not in there]
-        named = telling.placed(found, "tmpfs" if self.in_memory else "directory")
-        return telling.joined([named], what=found.what, command="", note="; ".join(missing))
+        named = tables.placed(found, "tmpfs" if self.in_memory else "directory")
+        return tables.joined([named], what=found.what, command="", note="; ".join(missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class AtServer:
 
     def __call__(self, sizes: Sizes) -> Result:
         """Measure."""
-        from benchmarks.object_store import at_server
+        from benchmarks.servers import at_server
 
         engines = [one for one in self.engines if not sizes.only or one in sizes.only]
         state = {"llm": min(sizes.size_bytes, self.most_bytes)}
@@ -135,10 +135,10 @@ def say(text: str) -> None:
 
 def stall(sizes: Sizes) -> Result:
     """How long an asynchronous save holds the training."""
-    from benchmarks import async_stall
+    from benchmarks import stall
 
-    peers = async_stall.PEERS
-    return async_stall.measured(
+    peers = stall.PEERS
+    return stall.measured(
         sizes.size_bytes, sizes.pairs, within=sizes.directory, peers=peers, command=""
     )
 
@@ -171,9 +171,9 @@ def memory(sizes: Sizes) -> Result:
             )
             found = _measured(asked)
             samples = tuple(replace(one, round=pair) for one in found.samples)
-            parts.append(telling.placed(replace(found, samples=samples), "directory"))
+            parts.append(tables.placed(replace(found, samples=samples), "directory"))
     note = "every sample is a process of its own; its seconds are those of a first call"
-    return telling.joined(parts, what="", command="", note=note)
+    return tables.joined(parts, what="", command="", note=note)
 
 
 def fixed(sizes: Sizes) -> Result:
@@ -208,7 +208,7 @@ def nfs(sizes: Sizes) -> Result:
                 f"the benchmark in the lab ended with {ended.status}: {ended.output}"
             )
         text = lab.a.call(Path.read_text, Path(path))
-    return telling.placed(decode_result(text, path), "nfs")
+    return tables.placed(decode_result(text, path), "nfs")
 
 
 BOTH: tuple[Phase, ...] = ("save", "load_warm")

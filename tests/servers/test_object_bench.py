@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import goals, object_store
+from benchmarks import goals, servers
 from benchmarks.floors import __main__ as floors
 from benchmarks.floors.claims import CLAIMS, findings_of
-from benchmarks.object_store import asked_goals
+from benchmarks.servers import asked_goals
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload, read_result
 from tests.lab.server import Server
 
@@ -29,9 +29,9 @@ def test_the_benchmark_runs_from_end_to_end(
     told = ["--servers", "sink", "--mib", "2", "--small-mib", "0", "--rounds", "1"]
     told += ["--engines", "ckptfs:obstore,dcp,raw", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["bench", *told])
-    assert object_store.main() == 0
+    assert servers.main() == 0
     result = read_result(out)
-    assert result.command == f"python -m benchmarks.object_store {' '.join(told)}"
+    assert result.command == f"python -m benchmarks.servers {' '.join(told)}"
     assert [one.uri for one in result.targets] == ["s3://ckptfs-lab/sink"]
     found = {(one.workload[:3], one.engine, one.phase) for one in result.samples}
     engines, phases = ("ckptfs:obstore", "dcp", "raw"), ("save", "load_warm")

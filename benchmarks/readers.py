@@ -1,6 +1,6 @@
 """What it costs to read ``.metadata`` and objects: this tree's readers beside those of another tree.
 
-    python -m benchmarks.metadata_reader --old ../before [--pairs 7] [--record]
+    python -m benchmarks.readers --old ../before [--pairs 7] [--record]
 
 small      .metadata of 20,000 tensors of one rank, as the row ``small`` saves them: read, each tensor asked for
 planner    .metadata of 256 ranks of 1,000 tensors, as the row ``planner`` makes it: read, 1,000 tensors asked for
@@ -203,7 +203,7 @@ def main() -> int:
     began = datetime.now(UTC)
     found = measured(options.old, options.pairs, options.cases, options.scale, _say)
     result = {
-        "command": f"python -m benchmarks.metadata_reader {' '.join(sys.argv[1:])}",
+        "command": f"python -m benchmarks.readers {' '.join(sys.argv[1:])}",
         "at": began.isoformat(timespec="seconds"),
         "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}",
         "load_average": list(os.getloadavg()),

@@ -1,7 +1,7 @@
 """ckptfs beside torch's FsspecWriter, s3torchconnector and bare obstore, over S3-shaped servers.
 
-    python -m benchmarks.object_store                         radosgw, the sink and moto: minutes
-    python -m benchmarks.object_store --mib 8 --rounds 1 --servers sink       does it still run?
+    python -m benchmarks.servers                         radosgw, the sink and moto: minutes
+    python -m benchmarks.servers --mib 8 --rounds 1 --servers sink       does it still run?
 
     radosgw   Ceph's gateway on this machine, which shares its cores     the comparison of record
     sink      forgets nothing and checks nothing (tests/lab): what a client costs
@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import goals, telling
+from benchmarks import goals, tables
 from ckptfs.bench.messages import Asked, WorkloadAsked
 from ckptfs.bench.results import Result
 from ckptfs.bench.run import measure, target_asked
@@ -61,15 +61,15 @@ def asked_goals() -> list[goals.Asked]:
 def main() -> int:
     """Measure, write the result, print the tables."""
     options = _options()
-    command = shlex.join(["python", "-m", "benchmarks.object_store", *sys.argv[1:]])
-    result = telling.joined(
+    command = shlex.join(["python", "-m", "benchmarks.servers", *sys.argv[1:]])
+    result = tables.joined(
         [_measured(name, options) for name in options.servers],
         what="ckptfs.save and load beside other ways to put the same bytes into a bucket",
         command=command,
         note=options.note,
     )
     found = goals.goals_of(result, asked_goals())
-    telling.finish(result, options.out, "object_store", found)
+    tables.finish(result, options.out, "servers", found)
     return 0 if goals.holds(found) or not options.check else 1
 
 

@@ -1,9 +1,9 @@
 """How long training stands still: ckptfs.async_save beside dcp.async_save and a bare copy.
 
-    python -m benchmarks.async_stall                       2 GB, minutes
-    python -m benchmarks.async_stall --mib 16 --rounds 1 --peers memcpy,ckptfs    does it still run?
+    python -m benchmarks.stall                       2 GB, minutes
+    python -m benchmarks.stall --mib 16 --rounds 1 --peers memcpy,ckptfs    does it still run?
 
-    python -m benchmarks.async_stall --device cuda --mib 20480 --steps    a state on a GPU, and the steps meanwhile
+    python -m benchmarks.stall --device cuda --mib 20480 --steps    a state on a GPU, and the steps meanwhile
 
 One process (a group of one over gloo, which dcp.async_save asks for), one state of tensors on --device, made
 once. Rounds in which everybody has a turn, each round another one first:
@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckptfs
-from benchmarks import goals, telling
+from benchmarks import goals, tables
 from ckptfs.bench.machine import describe, filesystem, versions
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload, number_text
 
@@ -289,12 +289,12 @@ def main() -> int:
         options.rounds,
         within=Path(options.dir or tempfile.gettempdir()),
         peers=options.peers,
-        command=shlex.join(["python", "-m", "benchmarks.async_stall", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", "benchmarks.stall", *sys.argv[1:]]),
         device=options.device,
         steps=options.steps,
     )
     found = goals.goals_of(result, GOALS)
-    telling.finish(result, options.out, "async_stall", found)
+    tables.finish(result, options.out, "stall", found)
     return 0 if goals.holds(found) or not options.check else 1
 
 

@@ -1,6 +1,6 @@
 """A result as a table: on the terminal, and in Markdown for a page.
 
-python -m benchmarks.telling FILE...        Markdown of results, those of earlier versions too
+python -m benchmarks.tables FILE...        Markdown of results, those of earlier versions too
 """
 
 from __future__ import annotations

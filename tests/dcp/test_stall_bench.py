@@ -1,4 +1,4 @@
-"""benchmarks/async_stall.py still runs, and reckons as its page says."""
+"""benchmarks/stall.py still runs, and reckons as its page says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import async_stall, goals
+from benchmarks import goals, stall
 from ckptfs.bench.results import read_result
 from tests.bench.made import made_result
 
@@ -21,7 +21,7 @@ def test_the_benchmark_runs_and_writes_every_measurement(
     out = tmp_path / "result.json"
     told = ["--mib", "1", "--rounds", "2", "--peers", "memcpy,ckptfs,ckptfs reserved", "--steps"]
     monkeypatch.setattr(sys, "argv", ["bench", *told, "--dir", str(tmp_path), "--out", str(out)])
-    assert async_stall.main() == 0
+    assert stall.main() == 0
     result = read_result(out)
     counted = [one.engine for one in result.samples]
     assert {name: counted.count(name) for name in counted} == {
@@ -55,10 +55,10 @@ def test_the_goals_are_about_the_copy_and_the_better_of_the_others() -> None:
     first = {name: {"stall_s": 9.0, "done_s": 9.0} for name in stalls}
     made = made_result()
     about = {name: getattr(made, name) for name in ABOUT}
-    result = async_stall.result_of(
+    result = stall.result_of(
         {"first": first, "rounds": turns}, size_bytes=1 << 30, tensors=1, about=about
     )
-    found = goals.goals_of(result, async_stall.GOALS)
+    found = goals.goals_of(result, stall.GOALS)
     assert [(goal.ratio, goal.is_met) for goal in found] == [(2.0, False), (0.25, True)]
     assert (
         result.notes[1]
