@@ -30,8 +30,8 @@ CHECKED := tests/test_docs.py tests/test_layers.py tests/test_exports.py tests/t
 # tests/test_manual.py looks at the built manual: `make docs` runs it.
 ELSEWHERE := $(LABS) $(CHECKED) tests/test_manual.py
 CORE = $(SPREAD) $(addprefix --ignore=,$(CAMPAIGNS) $(ELSEWHERE))
-# Of benchmarks/: each script of it runs with tiny sizes.
-BENCHED := tests/test_bench.py tests/test_floors.py tests/test_copying_bench.py tests/servers/test_object_bench.py
+# Of benchmarks/: each row of it runs with tiny sizes.
+BENCHED := tests/test_floors.py tests/test_copying_bench.py tests/servers/test_object_bench.py
 # Runs of `make test-repeat`.
 N ?= 5
 
@@ -61,7 +61,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo first-run test test-campaigns test-repeat test-hdfs check lint format-check types contracts actionlint hooks
 .PHONY: release-check docs format compat formats campaign-crash campaign-model bench
-.PHONY: test-cloud campaign-servers campaign-manager campaign-tools soak bench-objects bench-async floors
+.PHONY: test-cloud campaign-servers campaign-manager campaign-tools soak floors
 .PHONY: campaign-bench scale campaign-scale campaign-mutants campaign-versions campaign-hostile public
 .PHONY: campaign-python
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
@@ -104,16 +104,15 @@ help:
 	@echo "make scale           the tables of docs/scale.md: 8 to 4096 simulated ranks (minutes)"
 	@echo "make campaign-scale  its counts as tests, and stock torch's under strace (minutes)"
 	@echo "make campaign-tools  2 GB copied with ten kills, gc killed at every request, all damages on S3 (long)"
-	@echo "make campaign-bench  every script and every row of benchmarks/, with tiny sizes (minutes)"
+	@echo "make campaign-bench  every row of benchmarks/, with tiny sizes (minutes)"
 	@echo "make campaign-mutants  plant every mistake of tests/mutants, each alone, and see a test fail (long)"
 	@echo "make campaign-hostile  every hostile input of tests/hostile against every command that can meet it (long)"
 	@echo "make campaign-python PYTHON=python3.13  the core on another Python, in an environment of its own;"
 	@echo "                     a deprecation or a syntax that warns is an error (long; fetches torch for it once)"
 	@echo "make soak            300 asynchronous saves of 200 MB, faults and kills (CKPTFS_SOAK_*)"
-	@echo "make bench           save and load beside stock torch.distributed.checkpoint"
-	@echo "make floors          every floor of the speed that ckptfs is held to, beside its peers (an hour)"
-	@echo "make bench-async     how long async_save holds training, beside dcp.async_save and a copy"
-	@echo "make bench-objects   the same on object stores, beside FsspecWriter, s3torchconnector, obstore"
+	@echo "make bench           the main rows of the floors, with 256 MB (minutes)"
+	@echo "make floors          every floor of the speed that ckptfs is held to, beside its peers (an hour);"
+	@echo "                     ROWS=\"stall radosgw\": those; FLOORS=\"--size 500MB\": options"
 
 # The pin of torch is repeated on the command line: a range alone would let pip take a newer build.
 $(STAMP): pyproject.toml constraints-dev.txt
@@ -296,18 +295,13 @@ soak: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 -s tests/soak $(PYTEST_ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.save_load
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev,bench]'
+	$(BIN)/python -m benchmarks.floors durable hot ranks2 fixed --size 256MB --pairs 3 $(FLOORS)
 
+# ROWS="stall radosgw": only those; FLOORS: options, such as "--size 500MB".
 floors: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev,bench]'
-	$(BIN)/python -m benchmarks.floors --record --markdown build/floors.md
-
-bench-async: $(STAMP)
-	$(BIN)/python -m benchmarks.stall
-
-bench-objects: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev,bench]'
-	$(BIN)/python -m benchmarks.servers
+	$(BIN)/python -m benchmarks.floors $(ROWS) --record --markdown build/floors.md $(FLOORS)
 
 clean:
 	rm -rf $(VENV) $(INTEGRATIONS) .venv-python* build/docs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

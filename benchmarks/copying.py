@@ -20,8 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -122,12 +121,11 @@ def check(way: str, source: Path, target: Path, state: dict[str, torch.Tensor]) 
         assert all(torch.equal(found[key], value) for key, value in state.items())
 
 
-def measured(size_bytes: int, rounds: int, *, within: Path, say: Callable[[str], None]) -> Result:
+def measured(size_bytes: int, rounds: int, *, within: Path) -> Result:
     """Every way in turn. within: where its directory is made, and removed."""
-    started, load_before = datetime.now(UTC), list(os.getloadavg())
+    began = tables.Began()
     with tempfile.TemporaryDirectory(prefix="ckptfs-copying-", dir=within) as directory:
-        samples = tuple(_samples(size_bytes, rounds, Path(directory), say))
-    about = tables.about("floors", within, PACKAGES, started, load_before)
+        samples = tuple(_samples(size_bytes, rounds, Path(directory)))
     return Result(
         what="what a copy and an export of a checkpoint cost, beside cp -r and an fsync",
         settings={"rounds": rounds},
@@ -136,13 +134,11 @@ def measured(size_bytes: int, rounds: int, *, within: Path, say: Callable[[str],
         engines=tuple(Engine(name, "", *promised) for name, promised in WAYS.items()),
         samples=samples,
         notes=("each call is a process of its own, and counts after its imports",),
-        **about,
+        **began.about(within, PACKAGES),
     )
 
 
-def _samples(
-    size_bytes: int, rounds: int, home: Path, say: Callable[[str], None]
-) -> Iterator[Sample]:
+def _samples(size_bytes: int, rounds: int, home: Path) -> Iterator[Sample]:
     state = {f"layer.{n}": torch.randn(size_bytes // TENSORS // 4) for n in range(TENSORS)}
     source, ways = home / "run" / "step_1", list(WAYS)
     ckptfs.save(state, source)
@@ -150,7 +146,7 @@ def _samples(
         for workload, in_cache in SOURCES.items():
             turn = number % len(ways)
             for way in ways[turn:] + ways[:turn]:
-                say(f"copy: round {number + 1} of {rounds}, {workload}, {way}")
+                tables.say(f"copy: round {number + 1} of {rounds}, {workload}, {way}")
                 cached(source, wanted=in_cache)
                 wall_s, cpu_s = _turn(way, source, home / "out" / "step_1", state)
                 yield Sample(way, workload, PLACE, "save", number, wall_s, cpu_s, size_bytes)

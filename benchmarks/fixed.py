@@ -1,8 +1,7 @@
 """What saves and loads cost that move next to nothing, by how many processes there are: jobs of torchrun.
 
-    python -m benchmarks.floors fixed --ranks 4,16,32          saves and loads, everybody in turn: minutes
-    python -m benchmarks.save_load                             saves alone, and what a commit consists of
-    torchrun fixed.py turns|commits DIRECTORY RESULT NUMBER    one such job: of so many rounds, or saves
+    python -m benchmarks.floors fixed --ranks 4,16,32     saves and loads, everybody in turn: minutes
+    torchrun fixed.py DIRECTORY RESULT ROUNDS             one such job
 
 One KiB a rank, sharded. Inside the clock (ckptfs.bench.clock) is the call alone, until the last rank has
 returned. ckptfs in a run that is held saves and loads as a training loop does; stock DCP uses a new
@@ -19,8 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,11 +53,12 @@ TIMEOUT_S = 1800.0  # of one job
 Turn = Callable[[int], None]
 
 
-# -- one rank: turns ------------------------------------------------------------------------------------
+# -- one rank ------------------------------------------------------------------------------------
 
 
 def turns_of(group: TorchGroup, home: Path, rounds: int) -> dict[str, Any]:
-    """Collective. (seconds, CPU seconds) by engine and phase, of ``rounds`` rounds and one before them.
+    """Collective. (seconds, CPU seconds) by engine and phase, of ``rounds`` rounds and one before them; what
+    a held save of ckptfs consists of.
 
     Each round another one first: a save of each, then a load of each of what it saved, from the page cache,
     into zeros. What was loaded is compared outside of the clock.
@@ -73,9 +72,10 @@ def turns_of(group: TorchGroup, home: Path, rounds: int) -> dict[str, Any]:
     found: dict[str, dict[str, list[tuple[float, float]]]] = {
         name: {phase: [] for phase in PHASES} for name in PROMISES
     }
+    results: list[ckptfs.SaveResult] = []
     with ckptfs.prepare_run(str(home / "held")) as run:
         turns = {
-            "ckptfs": _ours(run, home / "held", saved, loaded),
+            "ckptfs": _ours(run, home / "held", saved, loaded, results),
             "dcp": _stock(dcp.FileSystemWriter, dcp.FileSystemReader, home / "dcp", saved, loaded),
             "dcp:fsspec": _stock(FsspecWriter, FsspecReader, home / "fsspec", saved, loaded),
         }
@@ -89,12 +89,18 @@ def turns_of(group: TorchGroup, home: Path, rounds: int) -> dict[str, Any]:
                     if phase == "load_warm" and not torch.equal(got, mine):
                         raise RuntimeError(f"{name} loaded something else than it saved")
                     found[name][phase].append((spent.wall_s, spent.cpu_s))
-    return found
+    medians_s = {
+        phase: statistics.median(getattr(result.total, phase) for result in results[1:])
+        for phase in SAVE_PHASES
+    }
+    return {"turns": found, "phases_s": medians_s, "operations": _operations(group, home, saved)}
 
 
-def _ours(run: ckptfs.Run, home: Path, saved: Any, loaded: Any) -> tuple[Turn, Turn]:
+def _ours(
+    run: ckptfs.Run, home: Path, saved: Any, loaded: Any, results: list[ckptfs.SaveResult]
+) -> tuple[Turn, Turn]:
     def save(number: int) -> None:
-        ckptfs.save(saved, str(home / f"step_{number}"), run=run)
+        results.append(ckptfs.save(saved, str(home / f"step_{number}"), run=run))
 
     def load(number: int) -> None:
         ckptfs.load(loaded, str(home / f"step_{number}"), run=run)
@@ -112,41 +118,6 @@ def _stock(writer: Any, reader: Any, home: Path, saved: Any, loaded: Any) -> tup
         dcp.load(loaded, storage_reader=reader(str(home / f"step_{number}")))
 
     return save, load
-
-
-# -- one rank: commits ------------------------------------------------------------------------------
-
-
-def commits_of(group: TorchGroup, home: Path, saves: int) -> dict[str, Any]:
-    """Collective. (seconds, CPU seconds) of each save, by engine; phases and operations of a held run."""
-    mesh = init_device_mesh("cpu", (group.size,))
-    tiny = {"x": DTensor.from_local(torch.rand(1, 256), mesh, [Shard(0)], run_check=False)}
-    results: list[ckptfs.SaveResult] = []
-
-    def each(save: Callable[[int], None]) -> list[tuple[float, float]]:
-        """Of all saves but the first, which makes what the others find."""
-        clock = Clock(group)
-        spent = [clock.time(partial(save, number)) for number in range(saves + 1)]
-        return [(one.wall_s, one.cpu_s) for one in spent[1:]]
-
-    def stock(n: int) -> None:
-        dcp.save(tiny, storage_writer=dcp.FileSystemWriter(str(home / f"stock_{n}")))
-
-    def alone(n: int) -> None:
-        ckptfs.save(tiny, str(home / f"alone/step_{n}"))
-
-    found: dict[str, Any] = {"dcp": each(stock), "ckptfs": each(alone)}
-    with ckptfs.prepare_run(str(home / "held")) as run:
-
-        def held(n: int) -> None:
-            results.append(ckptfs.save(tiny, str(home / f"held/step_{n}"), run=run))
-
-        found["ckptfs in a held run"] = each(held)
-    found["phases_in_run_s"] = {
-        phase: statistics.median(getattr(result.total, phase) for result in results[1:])
-        for phase in SAVE_PHASES
-    }
-    return {**found, "operations": _operations(group, home, tiny)}
 
 
 def _operations(group: TorchGroup, home: Path, tiny: dict[str, Any]) -> dict[str, int]:
@@ -168,18 +139,19 @@ def _operations(group: TorchGroup, home: Path, tiny: dict[str, Any]) -> dict[str
 # -- all jobs ------------------------------------------------------------------------------------
 
 
-def measured(
-    ranks: Sequence[int], rounds: int, *, within: Path, say: Callable[[str], None]
-) -> Result:
+def measured(ranks: Sequence[int], rounds: int, *, within: Path) -> Result:
     """One job after the other. within: where its directory is made, and removed."""
-    started, load_before = datetime.now(UTC), list(os.getloadavg())
+    began = tables.Began()
     samples: list[Sample] = []
+    notes = ["ckptfs in a run that is held; the first round is not counted"]
     for size in ranks:
-        say(f"fixed: {size} ranks")
+        tables.say(f"fixed: {size} ranks")
         with tempfile.TemporaryDirectory(prefix="ckptfs-fixed-", dir=within) as directory:
-            found = job(size, "turns", Path(directory), rounds)
-            samples += _samples(size, found)
-    about = tables.about("floors", within, PACKAGES, started, load_before)
+            found = _job(size, Path(directory), rounds)
+            samples += _samples(size, found["turns"])
+            steps = ", ".join(f"{k[:-2]} {1e3 * v:.1f} ms" for k, v in found["phases_s"].items())
+            operations = ", ".join(f"{n} {name}" for name, n in found["operations"].items())
+            notes.append(f"{_name(size)}, a save: {steps}; storage operations: {operations}")
     return Result(
         what="what a save and a load of next to nothing cost, beside torch.distributed.checkpoint",
         settings={"rounds": rounds, "threads": 1},
@@ -189,8 +161,8 @@ def measured(
         targets=(Target(PLACE, filesystem(within)),),
         engines=tuple(Engine(name, "", *promised) for name, promised in PROMISES.items()),
         samples=tuple(samples),
-        notes=("ckptfs in a run that is held; the first round is not counted",),
-        **about,
+        notes=tuple(notes),
+        **began.about(within, PACKAGES),
     )
 
 
@@ -210,13 +182,10 @@ def _samples(ranks: int, found: dict[str, Any]) -> list[Sample]:
 # -- a job -----------------------------------------------------------------------------------------
 
 
-def job(
-    ranks: int, what: str, directory: Path, number: int, *, timeout_s: float = TIMEOUT_S
-) -> dict[str, Any]:
-    """What rank 0 of one torchrun job found. what: a name of MEASURES."""
+def _job(ranks: int, directory: Path, rounds: int) -> dict[str, Any]:
+    """What rank 0 of one torchrun job found."""
     result = directory / "result.json"
-    arguments = [__file__, what, str(directory), str(result), str(number)]
-    _torchrun(ranks, arguments, timeout_s=timeout_s)
+    _torchrun(ranks, [__file__, str(directory), str(result), str(rounds)], timeout_s=TIMEOUT_S)
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 
@@ -247,17 +216,11 @@ def _torchrun(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> None
         raise RuntimeError(f"the job with {ranks} ranks failed:\n{output[-8000:]}")
 
 
-MEASURES: Mapping[str, Callable[[TorchGroup, Path, int], dict[str, Any]]] = {
-    "turns": turns_of,
-    "commits": commits_of,
-}
-
-
 def main() -> None:
     """Measure as one rank."""
-    what, home, result, number = sys.argv[1:]
+    home, result, rounds = sys.argv[1:]
     group = joined_group()
-    found = MEASURES[what](group, Path(home), int(number))
+    found = turns_of(group, Path(home), int(rounds))
     if group.rank == 0:
         Path(result).write_text(json.dumps(found))
     group.barrier()

@@ -1,33 +1,30 @@
 """What a save costs in an old run, and what ``latest`` costs in one that deletes nothing.
 
-python -m benchmarks.history [--saves 20000] [--live 20000] [--repeat 5] [--record]
-
 history   a run that keeps three of so many saves: processor time of a save there, beside one in a new run
 catalog   a run with so many live saves: processor time of ``latest`` for each of them, beside a run of 1,000
 
 The old runs are made by writing their logs, entry by entry as a manager would have, without the tensors of
-saves that are gone. Old and new are measured in turn, in one process each.
+saves that are gone. Old and new are measured in turn, in this process.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import gc
 import json
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import ckptfs
+from benchmarks import tables
+from ckptfs.bench.machine import filesystem
+from ckptfs.bench.results import Engine, Phase, Result, Sample, Target, Workload, number_text
 from ckptfs.commit.log.append import SNAPSHOT_EVERY, catch_up
 from ckptfs.commit.log.entries import (
     Body,
@@ -48,10 +45,22 @@ from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.local import LocalStorage
 from ckptfs.uri import Uri
 
-RESULTS = Path(__file__).parent / "results" / f"history-{datetime.now(UTC):%Y-%m-%d}.json"
+OLD, NEW = "an old run", "a new run"
+PLACE = "directory"
+PACKAGES = ("ckptfs", "torch")
+PROMISED = ("files, directories, commit", "every block")
+NUMEL, EACH, WARM_UPS = 1000, 30, 5  # of the state; saves of a turn, and those before them
+FEW = 1_000
 KEPT = 3
 BASE = Generation(1, "made")
 DOMAIN = "0123456789abcdef0123456789abcdef"
+
+
+class Spent(NamedTuple):
+    """Seconds of one call, and CPU seconds."""
+
+    wall_s: float
+    cpu_s: float
 
 
 def write_log(run: Path, saves: int, *, keeps: int | None) -> None:
@@ -89,89 +98,94 @@ def write_log(run: Path, saves: int, *, keeps: int | None) -> None:
     append(Release(BASE))
 
 
-def save_cpu_s(run: Path, first: int, count: int) -> float:
-    """Processor time of one save: the median of so many, after a few that warm up."""
-    state = {"w": torch.arange(1000.0)}
-    took = []
+def _save(run: Path, first: int, count: int) -> Spent:
+    """One save: the median of so many, after a few that warm up."""
+    state = {"w": torch.arange(NUMEL, dtype=torch.float32)}
     with CheckpointManager(str(run), keep_latest=KEPT) as manager:
-        for n in range(first, first + count + 5):
-            gc.collect()
-            began = time.process_time()
-            manager.save(n, state)
-            took.append(time.process_time() - began)
-    return statistics.median(took[5:])
+        steps = range(first, first + count + WARM_UPS)
+        took = [_spent(functools.partial(manager.save, step, state)) for step in steps]
+    return sorted(took[WARM_UPS:], key=lambda one: one.cpu_s)[count // 2]
 
 
-def latest_cpu_s(run: Path, count: int) -> float:
-    """Processor time of one ``latest``: the least of a few."""
-    took = []
-    for _ in range(count):
-        gc.collect()
-        began = time.process_time()
-        assert ckptfs.latest(str(run)) is not None
-        took.append(time.process_time() - began)
-    return min(took)
+def _latest(run: Path, saves: int, count: int) -> Spent:
+    """One ``latest``, by each live save: the least of a few."""
+
+    def look() -> None:
+        if ckptfs.latest(str(run)) is None:
+            raise RuntimeError("the run that was made has no checkpoint")
+
+    least = min((_spent(look) for _ in range(count)), key=lambda one: one.cpu_s)
+    return Spent(least.wall_s / saves, least.cpu_s / saves)
 
 
-def cold_cpu_s(run: Path) -> float:
-    """Processor time in which a process that knows nothing folds the log."""
+def _spent(act: Callable[[], object]) -> Spent:
     gc.collect()
-    began = time.process_time()
-    drive(catch_up(), LocalStorage(Uri.parse(str(run))))
-    return time.process_time() - began
+    wall, cpu = time.perf_counter(), time.process_time()
+    act()
+    return Spent(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def in_turn(repeat: int, old: Callable[[int], float], new: Callable[[int], float]) -> list[float]:
-    """The ratios of old and new, measured one after the other."""
-    return [old(n) / new(n) for n in range(repeat)]
-
-
-def said(what: str) -> None:
-    """A line for whoever waits."""
-    print(what, file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    """Measures, prints, and writes the result where it is asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--saves", type=int, default=20_000)
-    parser.add_argument("--live", type=int, default=20_000)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--record", action="store_true")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
+def history(saves: int, rounds: int, *, within: Path) -> Result:
+    """A save in a run that is so many saves old, and in a new one. within: where the runs are made, and removed."""
+    began = tables.Began()
+    with tempfile.TemporaryDirectory(prefix="ckptfs-history-", dir=within) as directory:
         root = Path(directory)
-        write_log(root / "old", options.saves, keeps=KEPT)
-        write_log(root / "many", options.live, keeps=None)
-        write_log(root / "few", 1_000, keeps=None)
-        said("the old runs are made")
-        history = in_turn(
-            options.repeat,
-            lambda n: save_cpu_s(root / "old", options.saves + 1 + 40 * n, 30),
-            lambda n: save_cpu_s(root / f"new-{n}", 1, 30),
-        )
-        said(f"history: {history}")
-        catalog = in_turn(
-            options.repeat,
-            lambda _: latest_cpu_s(root / "many", 3) / options.live,
-            lambda _: latest_cpu_s(root / "few", 5) / 1_000,
-        )
-        folded = [cold_cpu_s(root / "old") for _ in range(options.repeat)]
-    result = {
-        "command": f"python -m benchmarks.history {' '.join(sys.argv[1:])}".strip(),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}",
-        "saves": options.saves,
-        "live": options.live,
-        "history": {"ratio": statistics.median(history), "of": sorted(history), "limit": 1.3},
-        "cold_fold_cpu_s": {"median": statistics.median(folded), "of": sorted(folded)},
-        "catalog": {"ratio": statistics.median(catalog), "of": sorted(catalog), "limit": 2.0},
-    }
-    print(json.dumps(result, indent=2))
-    if options.record:
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+        write_log(root / "old", saves, keeps=KEPT)
+        tables.say("history: the old run is made")
+        turns: dict[str, Callable[[int], Spent]] = {
+            OLD: lambda n: _save(root / "old", saves + 1 + 40 * n, EACH),
+            NEW: lambda n: _save(root / f"new-{n}", 1, EACH),
+        }
+        samples = _in_turn(turns, rounds, f"a save after {saves} saves", "save", 4 * NUMEL)
+        folded = statistics.median(_fold(root / "old").cpu_s for _ in range(rounds))
+    note = f"a process that knows nothing folds the log in {number_text(folded)} s of CPU"
+    return _result(samples, began, within, note)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def catalog(saves: int, rounds: int, *, within: Path) -> Result:
+    """``latest`` of a run of so many live saves and of one of 1,000, by each of them."""
+    began = tables.Began()
+    with tempfile.TemporaryDirectory(prefix="ckptfs-catalog-", dir=within) as directory:
+        root = Path(directory)
+        for name, count in (("many", saves), ("few", FEW)):
+            write_log(root / name, count, keeps=None)
+            # A real one comes last: ``latest`` refuses one whose files were removed.
+            with CheckpointManager(str(root / name)) as manager:
+                manager.save(count + 1, {"w": torch.zeros(NUMEL)})
+        tables.say("catalog: the runs are made")
+        turns: dict[str, Callable[[int], Spent]] = {
+            OLD: lambda _: _latest(root / "many", saves, 3),
+            NEW: lambda _: _latest(root / "few", FEW, 5),
+        }
+        name = f"latest of {saves} live saves, by each of them"
+        samples = _in_turn(turns, rounds, name, "load_warm", 0)
+    return _result(samples, began, within, f"the new run has {FEW} live saves")
+
+
+def _fold(run: Path) -> Spent:
+    return _spent(lambda: drive(catch_up(), LocalStorage(Uri.parse(str(run)))))
+
+
+def _in_turn(
+    turns: Mapping[str, Callable[[int], Spent]], rounds: int, name: str, phase: Phase, size: int
+) -> list[Sample]:
+    return [
+        Sample(engine, name, PLACE, phase, number, spent.wall_s, spent.cpu_s, size)
+        for number in range(rounds)
+        for engine, turn in turns.items()
+        for spent in [turn(number)]
+    ]
+
+
+def _result(samples: list[Sample], began: tables.Began, within: Path, note: str) -> Result:
+    first = samples[0]
+    return Result(
+        what="what the age of a run costs",
+        settings={"rounds": len(samples) // 2, "keep_latest": KEPT},
+        workloads=(Workload(first.workload, 1, first.size_bytes),),
+        targets=(Target(PLACE, filesystem(within)),),
+        engines=tuple(Engine(name, "", *PROMISED) for name in (OLD, NEW)),
+        samples=tuple(samples),
+        notes=(note, "seconds of CPU are compared: look at their column"),
+        **began.about(within, PACKAGES),
+    )

@@ -1,7 +1,6 @@
 """What a save costs the coordinator of a large job before and after the bytes: ckptfs beside stock DCP.
 
-    python -m benchmarks.planner --ranks 256,1024               pairs in turn: minutes
-    python -m benchmarks.planner --ranks 8 --tensors 20 --pairs 1           does it still run?
+    python -m benchmarks.floors planner --worlds 256,1024               pairs in turn: minutes
 
 Every tensor is sharded over all ranks, one item each on every rank; one more is on all of them. Each turn
 is a process of its own (``coordinator.py``), which plays all ranks one after the other and times what the
@@ -17,20 +16,17 @@ collector is on, as a job has it; a side that holds it off does so itself.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
-from ckptfs.bench.machine import describe, versions
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
 
 OURS, STOCK = "ckptfs", "dcp"
@@ -47,23 +43,19 @@ def measured(
     ranks: Sequence[int],
     tensors: int,
     pairs: int,
-    command: str = "",
-    *,
-    sides: Sequence[str] = SIDES,
-    say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """All pairs for each number of ranks, everybody in turn, each round another one first."""
-    started, load_before = datetime.now(UTC), list(os.getloadavg())
+    began = tables.Began()
     samples, workloads, notes = [], [], []
     for size in ranks:
-        name, turns = f"{size} ranks x {tensors} tensors", list(sides)
+        name, turns = f"{size} ranks x {tensors} tensors", list(SIDES)
         if size * tensors > MOST_STOCK_ITEMS and STOCK in turns:
             turns.remove(STOCK)
             notes.append(f"{name}: stock DCP was not run, its rank 0 would hold too much memory")
         metadata_bytes = 0
         for number in range(pairs):
             for side in turns if number % 2 else turns[::-1]:
-                say(f"{name}: round {number + 1} of {pairs}, {side}")
+                tables.say(f"{name}: round {number + 1} of {pairs}, {side}")
                 found = _turn(side, size, tensors)
                 metadata_bytes = found["metadata_bytes"]
                 samples.append(_sample(side, name, number + 1, found))
@@ -73,19 +65,13 @@ def measured(
         workloads.append(Workload(name, tensors, metadata_bytes, told))
     return Result(
         what="the coordinator's work in a save, beside torch.distributed.checkpoint",
-        date=started.isoformat(timespec="seconds"),
-        command=command,
-        machine={
-            **describe(Path(tempfile.gettempdir())),
-            "load_average": {"before": load_before, "after": list(os.getloadavg())},
-        },
-        versions=versions(*PACKAGES),
         settings={"pairs": pairs},
         workloads=tuple(workloads),
         targets=(Target(PLACE, "one process that plays all ranks"),),
-        engines=tuple(Engine(side, "", "nothing is written", "nothing") for side in sides),
+        engines=tuple(Engine(side, "", "nothing is written", "nothing") for side in SIDES),
         samples=tuple(samples),
         notes=tuple(notes),
+        **began.about(Path(tempfile.gettempdir()), PACKAGES),
     )
 
 
@@ -112,38 +98,3 @@ def _turn(side: str, ranks: int, tensors: int) -> dict[str, Any]:
         raise RuntimeError(f"{shlex.join(command[2:])} failed:\n{ended.stderr[-8000:]}")
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
-
-
-def main() -> int:
-    """Measure, write the result, print the table."""
-    options = _options()
-    command = shlex.join(["python", "-m", "benchmarks.planner", *sys.argv[1:]])
-    result = measured(
-        options.ranks, options.tensors, options.pairs, command, sides=options.sides, say=_say
-    )
-    tables.finish(result, options.out, "planner")
-    return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="the coordinator's work in a save")
-    parser.add_argument(
-        "--ranks", type=_numbers, default=[256, 1024, 4096], help="such as 256,1024"
-    )
-    parser.add_argument("--tensors", type=int, default=1000, help="of each rank")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--sides", type=lambda text: text.split(","), default=SIDES)
-    parser.add_argument("--out", type=Path, help="the result's file")
-    return parser.parse_args()
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

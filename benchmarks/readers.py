@@ -1,6 +1,7 @@
 """What it costs to read ``.metadata`` and objects: this tree's readers beside those of another tree.
 
-    python -m benchmarks.readers --old ../before [--pairs 7] [--record]
+    python -m benchmarks.floors readers --old ../before [--pairs 7]
+    readers.py CASE PATH                                          one turn: prints its CPU seconds
 
 small      .metadata of 20,000 tensors of one rank, as the row ``small`` saves them: read, each tensor asked for
 planner    .metadata of 256 ranks of 1,000 tensors, as the row ``planner`` makes it: read, 1,000 tensors asked for
@@ -16,26 +17,29 @@ and system, since other work may share the machine.
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import os
 import pickle
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if (
+    TYPE_CHECKING
+):  # a turn imports nothing of the package but what it measures, which may be an older tree's
+    from ckptfs.bench.results import Result
+
 HERE = Path(__file__).resolve()
-LIMIT = 1.05
+OLD, NEW = "the other tree", "this tree"
+PLACE = "memory"
+PACKAGES = ("ckptfs", "torch")
 TIMEOUT_S = 900.0
 REPEATS = {"small": 5, "planner": 3, "stock": 3, "objects": 3, "leaves": 3, "large": 1}
 CASES = tuple(REPEATS)
@@ -147,28 +151,44 @@ def _archive(value: object) -> bytes:
 # -- in turn ---------------------------------------------------------------------------------------
 
 
-def measured(
-    old: Path, pairs: int, cases: tuple[str, ...], scale: float, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """CPU seconds of both trees, and their ratios pair by pair."""
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as directory:
+def measured(old: Path, pairs: int, scale: float, cases: Sequence[str] = CASES) -> Result:
+    """Every case in turn. old: the other tree. scale: of what is read: 1 for all of it."""
+    from benchmarks import tables
+    from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
+
+    began = tables.Began()
+    here = HERE.parents[1]
+    trees = {OLD: old.resolve(), NEW: here}
+    samples, workloads = [], []
+    with tempfile.TemporaryDirectory(prefix="ckptfs-readers-") as directory:
         for case in cases:
             path = Path(directory, case)
             write_input(case, path, scale)
-            trees = {"old": old.resolve(), "new": HERE.parents[1]}
-            took: dict[str, list[float]] = {name: [] for name in trees}
+            size = path.stat().st_size
+            workloads.append(Workload(case, 0, size, "bytes of a .metadata, or of objects"))
             for number in range(pairs):
+                tables.say(f"readers: {case}, round {number + 1} of {pairs}")
                 for name in [*trees][:: 1 if number % 2 else -1]:
-                    took[name].append(_turn_in(trees[name], case, path))
-            found[case] = _summary(took, path.stat().st_size)
-            say(f"{case}: {found[case]}")
-    return found
+                    took_s = _turn_in(trees[name], case, path)
+                    samples.append(
+                        Sample(name, case, PLACE, "load_warm", number, took_s, took_s, size)
+                    )
+    about = began.about(Path(tempfile.gettempdir()), PACKAGES)
+    return Result(
+        what="the readers of .metadata and objects of two trees",
+        settings={"rounds": pairs, "old": _commit(old), "new": _commit(here)},
+        workloads=tuple(workloads),
+        targets=(Target(PLACE, "a process of its own for each turn"),),
+        engines=tuple(Engine(name, "", "nothing is written", "") for name in trees),
+        samples=tuple(samples),
+        notes=("seconds are those of the CPU",),
+        **about,
+    )
 
 
 def _turn_in(tree: Path, case: str, path: Path) -> float:
     ended = subprocess.run(
-        [sys.executable, str(HERE), "--turn", case, str(path)],
+        [sys.executable, str(HERE), case, str(path)],
         env={**os.environ, "PYTHONPATH": str(tree)},
         cwd=tree,
         capture_output=True,
@@ -181,69 +201,10 @@ def _turn_in(tree: Path, case: str, path: Path) -> float:
     return float(ended.stdout)
 
 
-def _summary(took: dict[str, list[float]], size: int) -> dict[str, Any]:
-    ratios = sorted(new / old for old, new in zip(took["old"], took["new"], strict=True))
-    return {
-        "ratio": round(statistics.median(ratios), 3),
-        "least": round(ratios[0], 3),
-        "largest": round(ratios[-1], 3),
-        "limit": LIMIT,
-        "input_bytes": size,
-        "old_cpu_s": [round(one, 4) for one in took["old"]],
-        "new_cpu_s": [round(one, 4) for one in took["new"]],
-    }
-
-
-def main() -> int:
-    """Measure, print, and write the result where it is asked for."""
-    options = _options()
-    if options.turn:
-        print(turn(options.turn[0], Path(options.turn[1])))
-        return 0
-    began = datetime.now(UTC)
-    found = measured(options.old, options.pairs, options.cases, options.scale, _say)
-    result = {
-        "command": f"python -m benchmarks.readers {' '.join(sys.argv[1:])}",
-        "at": began.isoformat(timespec="seconds"),
-        "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}",
-        "load_average": list(os.getloadavg()),
-        "old": _commit(options.old),
-        "new": _commit(HERE.parents[1]),
-        "cases": found,
-    }
-    print(json.dumps(result, indent=2))
-    if options.record:
-        name = f"metadata_reader-{began:%Y-%m-%d}.json"
-        (HERE.parent / "results" / name).write_text(json.dumps(result, indent=2) + "\n")
-    return 0
-
-
 def _commit(tree: Path) -> str:
     asked = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="readers of .metadata and objects, old and new")
-    parser.add_argument("--old", type=Path, help="another checkout of ckptfs")
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--cases", type=_names, default=CASES, help=", ".join(CASES))
-    parser.add_argument("--scale", type=float, default=1.0, help="of the inputs: less is quicker")
-    parser.add_argument("--record", action="store_true", help="into benchmarks/results")
-    parser.add_argument("--turn", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if not options.turn and options.old is None:
-        parser.error("--old: which tree to measure beside this one?")
-    return options
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(turn(sys.argv[1], Path(sys.argv[2])))

@@ -1,9 +1,7 @@
 """How long training stands still: ckptfs.async_save beside dcp.async_save and a bare copy.
 
-    python -m benchmarks.stall                       2 GB, minutes
-    python -m benchmarks.stall --mib 16 --rounds 1 --peers memcpy,ckptfs    does it still run?
-
-    python -m benchmarks.stall --device cuda --mib 20480 --steps    a state on a GPU, and the steps meanwhile
+    python -m benchmarks.floors stall                                            2 GB, minutes
+    python -m benchmarks.floors stall --device cuda --size 20GB --steps          a state on a GPU, and the steps meanwhile
 
 One process (a group of one over gloo, which dcp.async_save asks for), one state of tensors on --device, made
 once. Rounds in which everybody has a turn, each round another one first:
@@ -23,19 +21,15 @@ collector and torch's threads are as torch leaves them, for everybody.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,8 +40,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckptfs
-from benchmarks import goals, tables
-from ckptfs.bench.machine import describe, filesystem, versions
+from benchmarks import tables
+from ckptfs.bench.machine import filesystem
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload, number_text
 
 MIB = 1 << 20
@@ -57,8 +51,6 @@ LAYER = (16.0, 16.0, 44.0, 44.0, 0.25, 0.0625, 0.0625)
 OURS, BARE, STOCK = "ckptfs", "memcpy", ("dcp thread", "dcp process")
 RESERVED = "ckptfs reserved"
 PEERS = (BARE, OURS, RESERVED, *STOCK)
-# Of a bare copy, and of the better of DCP's two.
-GOALS = (goals.Asked(OURS, (BARE,), 1.3), goals.Asked(OURS, STOCK, 0.5))
 PROMISES = {
     BARE: ("nothing: a copy in memory", "nothing"),
     OURS: ("when it is waited for: files, directories, commit", "every block"),
@@ -239,14 +231,13 @@ def measured(
     rounds: int,
     *,
     within: Path,
-    peers: Sequence[str],
-    command: str,
+    peers: Sequence[str] = PEERS,
     device: str = "cpu",
     steps: bool = False,
 ) -> Result:
     """The whole comparison in this process. within: where its directory is made, and removed."""
     directory = Path(tempfile.mkdtemp(prefix="ckptfs-stall-", dir=within))
-    started, load_before = datetime.now(UTC), list(os.getloadavg())
+    began = tables.Began()
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         if any(name in STOCK for name in peers):
@@ -264,13 +255,7 @@ def measured(
         size_bytes=sum(tensor.nbytes for tensor in bench.state.values()),
         tensors=len(bench.state),
         about={
-            "date": started.isoformat(timespec="seconds"),
-            "command": command,
-            "machine": {
-                **describe(within),
-                "load_average": {"before": load_before, "after": list(os.getloadavg())},
-            },
-            "versions": versions(*PACKAGES),
+            **began.about(within, PACKAGES),
             "settings": {
                 "threads": torch.get_num_threads(),
                 "rounds": rounds,
@@ -279,41 +264,3 @@ def measured(
             "targets": (Target(PLACE, filesystem(within)),),
         },
     )
-
-
-def main() -> int:
-    """Measure, write the result, print the table."""
-    options = _options()
-    result = measured(
-        options.mib * MIB,
-        options.rounds,
-        within=Path(options.dir or tempfile.gettempdir()),
-        peers=options.peers,
-        command=shlex.join(["python", "-m", "benchmarks.stall", *sys.argv[1:]]),
-        device=options.device,
-        steps=options.steps,
-    )
-    found = goals.goals_of(result, GOALS)
-    tables.finish(result, options.out, "stall", found)
-    return 0 if goals.holds(found) or not options.check else 1
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in PEERS if name in text.split(",")]
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="the stall of async_save")
-    parser.add_argument("--mib", type=int, default=2048, help="MiB of state")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cpu", help="where the state lies, such as cuda")
-    parser.add_argument("--steps", action="store_true", help="train while a save is under way")
-    parser.add_argument("--dir", help="where to save (default: the directory for temporary files)")
-    parser.add_argument("--peers", type=_names, default=[*PEERS], help="who takes part")
-    parser.add_argument("--out", type=Path, help="the result's file")
-    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,43 +1,47 @@
-"""A result as a table: on the terminal, and in Markdown for a page.
-
-python -m benchmarks.tables FILE...        Markdown of results, those of earlier versions too
-"""
+"""What all rows share: a result as a table on the terminal, parts of a result joined, what a result says of its run."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.goals import Goal
-from benchmarks.old_results import read_any
 from ckptfs.bench.analysis import Row, interval_text, rows_of, spread_text, verdict_text
 from ckptfs.bench.machine import describe, versions
-from ckptfs.bench.results import Result, number_text, phase_text, write_result
+from ckptfs.bench.results import Result, number_text, phase_text
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = ("engine", "rounds", "seconds", "GB/s", "CPU s/GB", "seconds by ckptfs's")
 
 
-def about(
-    script: str, within: Path, packages: Sequence[str], started: datetime, load: Sequence[float]
-) -> dict[str, Any]:
-    """What every result says of its run. started, load: when it began, and the load average of then."""
-    machine_load = {"before": list(load), "after": list(os.getloadavg())}
-    return {
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", f"benchmarks.{script}", *sys.argv[1:]]),
-        "machine": {**describe(within), "load_average": machine_load},
-        "versions": versions(*packages),
-    }
+@dataclasses.dataclass(frozen=True, slots=True)
+class Began:
+    """When a row began, and the load average of then."""
+
+    at: datetime = dataclasses.field(default_factory=lambda: datetime.now(UTC))
+    load: tuple[float, ...] = dataclasses.field(default_factory=os.getloadavg)
+
+    def about(self, within: Path, packages: Sequence[str]) -> dict[str, Any]:
+        """What every result says of its run, which ends now. The floors' command puts itself in."""
+        machine_load = {"before": list(self.load), "after": list(os.getloadavg())}
+        return {
+            "date": self.at.isoformat(timespec="seconds"),
+            "command": "",
+            "machine": {**describe(within), "load_average": machine_load},
+            "versions": versions(*packages),
+        }
+
+
+def say(text: str) -> None:
+    """Progress, for a person who waits."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def joined(results: Sequence[Result], *, what: str, command: str, note: str) -> Result:
@@ -72,15 +76,7 @@ def placed(result: Result, name: str) -> Result:
     )
 
 
-def finish(result: Result, out: Path | None, name: str, goals: Sequence[Goal] = ()) -> None:
-    """What a script does at its end: a file, in results/ unless told otherwise, and the tables."""
-    path = out or HERE / "results" / f"{name}-{result.date[:10]}.json"
-    write_result(path, result)
-    show(result, goals)
-    print(f"every measurement: {os.path.relpath(path)}")
-
-
-def show(result: Result, goals: Sequence[Goal] = ()) -> None:
+def show(result: Result) -> None:
     """Print it for a person."""
     out = Console(highlight=False, markup=False)
     if not out.is_terminal:
@@ -103,22 +99,6 @@ def show(result: Result, goals: Sequence[Goal] = ()) -> None:
             if (row.workload, row.target, row.phase) == place:
                 table.add_row(*_cells(row))
         out.print(table)
-    for goal in goals:
-        out.print(goal.text())
-
-
-def markdown(result: Result) -> str:
-    """The tables as a README has them."""
-    rows = rows_of(result)
-    lines = []
-    for place in dict.fromkeys((row.workload, row.target, row.phase) for row in rows):
-        lines += [f"**{_title(*place)}**", "", f"| {' | '.join(COLUMNS)} |"]
-        lines.append("|---|" + "--:|" * (len(COLUMNS) - 1))
-        for row in rows:
-            if (row.workload, row.target, row.phase) == place:
-                lines.append(f"| {' | '.join(_cells(row))} |")
-        lines.append("")
-    return "\n".join(lines)
 
 
 def _title(workload: str, target: str, phase: str) -> str:
@@ -135,8 +115,3 @@ def _cells(row: Row) -> list[str]:
         number_text(row.cpu_s_per_gb.median) if row.cpu_s_per_gb else "",
         f"{interval_text(beside)} {verdict_text(beside).partition(';')[0]}" if beside else "",
     ]
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(markdown(read_any(name)))

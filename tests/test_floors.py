@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from benchmarks import coordinator, planner
+from benchmarks import coordinator, planner, readers
 from benchmarks.floors import __main__ as floors
 from benchmarks.floors.claims import (
     CLAIMS,
@@ -28,6 +28,7 @@ from benchmarks.floors.claims import (
     peak_memory,
 )
 from benchmarks.floors.rows import ROWS
+from benchmarks.tables import joined
 from ckptfs.bench.results import Sample, read_result
 from tests.bench.made import FILE, made_result
 from tests.scale.simulation import Sizes
@@ -45,7 +46,10 @@ TINY = [
     "3",
     "--ranks",
     "2",
+    "--saves",
+    "10",
 ]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[Finding]:
@@ -81,6 +85,8 @@ def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) 
                 "latency",
                 "fixed",
                 "copy",
+                "history",
+                "catalog",
             )
         ),
     ],
@@ -101,10 +107,12 @@ def test_a_row_runs_from_end_to_end(
 def test_two_ranks_take_turns_with_their_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sharded over two processes; nothing is claimed of it, everything is told."""
+    """Sharded over two processes; that a save is not slower than DCP's is claimed, the rest is told."""
     found = _run("ranks2", tmp_path, monkeypatch)
-    assert [one.claim.told for one in found] == ["faster than DCP's best", "CPU s/GB"] * 2
-    assert all(one.found is not None and one.verdict is None for one in found)
+    told = ["faster than DCP's best", "CPU s/GB", "DCP's time"]
+    assert [one.claim.told for one in found] == told * 2
+    assert all(one.found is not None for one in found)
+    assert {one.claim.told for one in found if one.verdict is not None} == {"DCP's time"}
 
 
 @pytest.mark.campaign
@@ -239,7 +247,18 @@ def test_the_floors_are_those_that_were_set() -> None:
         ("stall", "less than DCP's best", "stall", 2.5, 5.0),
         ("copy", "cp -r's time, a copy", "save", 1.5, 1.5),
         ("copy", "cp -r's time, an export", "save", 2.0, 2.0),
+        *(
+            line
+            for phase in both
+            for line in (
+                ("memory", "MB beyond the state", phase, 128.0, 64.0),
+                ("ranks2", "DCP's time", phase, 1.05, 1.05),
+            )
+        ),
         ("planner", "less than DCP", "save", 5.0, 10.0),
+        ("history", "CPU, an old run by a new one", "save", 1.3, 1.3),
+        ("catalog", "CPU, many saves by few", "load_warm", 2.0, 2.0),
+        ("readers", "CPU, this tree by the other", "load_warm", 1.05, 1.05),
         *(
             line
             for phase in both
@@ -253,7 +272,9 @@ def test_the_floors_are_those_that_were_set() -> None:
                         (row, "CPU s/GB", phase, 0.35, 0.25),
                     )
                 ),
-                ("memory", "MB beyond the state", phase, 128.0, 64.0),
+                ("radosgw", "FsspecWriter's time", phase, 1 / 3, 1 / 3),
+                ("radosgw", "FsspecWriter's CPU", phase, 0.5, 0.5),
+                ("radosgw", "bare obstore's time", phase, 1.15, 1.15),
             )
         ),
     ]
@@ -276,3 +297,51 @@ def test_results_of_before_are_told_again(
     assert "MISSED" in told
     assert "not measured" in told
     assert "| MISSED |" in markdown(findings_of("durable", read_result(path)))
+
+
+@pytest.mark.campaign
+def test_readers_of_two_trees_are_put_beside_each_other() -> None:
+    """Tiny files, this tree as both: each turn is a process of its own."""
+    result = readers.measured(ROOT, 1, 0.001, ("small", "leaves"))
+    counted = [(one.workload, one.engine) for one in result.samples]
+    assert sorted(counted) == sorted(
+        (case, tree) for case in ("small", "leaves") for tree in (readers.OLD, readers.NEW)
+    )
+    assert all(one.found is not None for one in findings_of("readers", result))
+
+
+def test_every_input_of_the_readers_is_made_and_read(tmp_path: Path) -> None:
+    """Also those that the test above leaves out."""
+    for case in readers.CASES:
+        readers.write_input(case, tmp_path / case, 0.001)
+        assert readers.turn(case, tmp_path / case) >= 0
+
+
+def test_readers_need_another_tree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked for without one the command says so; among all rows they are left out."""
+    monkeypatch.setattr(sys, "argv", ["floors", "readers"])
+    with pytest.raises(SystemExit) as ended:
+        floors.main()
+    assert ended.value.code == 2
+    assert "--old TREE" in capsys.readouterr().err
+
+
+def test_stored_results_are_told_again() -> None:
+    """Every file of a row in results/ gives each claim of its row a value, or says that nobody measured it."""
+    stored = sorted((ROOT / "benchmarks" / "results").glob("floors-*.json"))
+    assert len(stored) > 15
+    for path in stored:
+        row = floors._row_of(path)
+        assert row in ROWS
+        assert findings_of(row, read_result(path)), path.name
+
+
+def test_parts_of_a_result_are_joined_once() -> None:
+    """What is in two parts is told once; samples and notes are all there; the note comes first."""
+    one = made_result()
+    both = joined([one, one], what="w", command="c", note="quiet")
+    assert (both.workloads, both.targets, both.engines) == (one.workloads, one.targets, one.engines)
+    assert len(both.samples) == 2 * len(one.samples)
+    assert both.notes == ("quiet", *one.notes)

@@ -40,7 +40,7 @@ def main() -> int:
             findings += findings_of(_row_of(path), read_result(path))
     else:
         out = RECORD if options.record else options.out or Path(tempfile.mkdtemp(prefix="floors-"))
-        for row in options.rows or ROWS:
+        for row in options.rows or _rows_of_all(options):
             findings += _measured(row, options, out)
     show(findings)
     if options.markdown:
@@ -53,7 +53,8 @@ def main() -> int:
 def _measured(row: str, options: argparse.Namespace, out: Path) -> list[Finding]:
     sizes = Sizes(
         options.size, options.small, options.pairs, options.dir, options.memory, options.only,
-        options.worlds, options.tensors, options.ranks,
+        options.worlds, options.tensors, options.ranks, options.device, options.steps, options.saves,
+        options.old,
     )  # fmt: skip
     command = shlex.join(["python", "-m", "benchmarks.floors", *sys.argv[1:]])
     found = replace(ROWS[row](sizes), what=f"floors: {row}", command=command)
@@ -77,6 +78,13 @@ def show(findings: list[Finding]) -> None:
     for one in findings:
         table.add_row(*cells(one))
     out.print(table)
+
+
+def _rows_of_all(options: argparse.Namespace) -> list[str]:
+    """Every row, but one for which no other tree was given."""
+    if options.old is None:
+        tables.say("readers: left out, it needs --old TREE")
+    return [row for row in ROWS if row != "readers" or options.old is not None]
 
 
 def _row_of(path: Path) -> str:
@@ -108,12 +116,23 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--worlds", type=_numbers, default=(256, 1024, 4096), help="planner: ranks")
     parser.add_argument("--tensors", type=int, default=1000, help="planner: of each rank")
     parser.add_argument("--ranks", type=_numbers, default=(4, 16, 32), help="fixed: processes")
+    parser.add_argument("--device", default="cpu", help="stall: where the state lies, such as cuda")
+    parser.add_argument(
+        "--steps", action="store_true", help="stall: train while a save is under way"
+    )
+    parser.add_argument(
+        "--saves", type=int, default=20_000, help="history, catalog: of the old run"
+    )
+    parser.add_argument("--old", type=Path, help="readers: another checkout of ckptfs")
     parser.add_argument("--out", type=Path, help="the results' directory (default: a new one)")
     parser.add_argument("--record", action="store_true", help="into benchmarks/results")
     parser.add_argument("--markdown", type=Path, help="the table as a file")
     parser.add_argument("--read", type=Path, nargs="+", help="results of before: measure nothing")
     parser.add_argument("--check", action="store_true", help="fail where a floor is missed")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "readers" in options.rows and options.old is None:
+        parser.error("readers measures another tree beside this one: --old TREE")
+    return options
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -15,14 +15,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
-from benchmarks.floors.claims import DCP, OURS, PEERS
+from benchmarks import copying, fixed, history, planner, readers, stall, tables
+from benchmarks.floors.claims import BOTH, DCP, OURS, PEERS
+from benchmarks.servers import at_server
 from ckptfs.bench.messages import Asked, WorkloadAsked
-from ckptfs.bench.results import Phase, Result
+from ckptfs.bench.results import Phase, Result, decode_result
 from ckptfs.bench.run import measure, target_asked
 from ckptfs.bench.workloads import NO_MODELS
+from tests.lab.nfs import NfsLab
 
 MOST_ON_S3, MOST_ON_NFS = 536_870_912, 200_000_000
+SMALL_STATE_BYTES = 20 << 20
 NFS_TIMEOUT_S = 3600.0
 MOST_OVER_LATENCY, LATENCY_S = 1 << 20, 0.03
 # Storage options of ckptfs and of s3fs. The sum over a body, and the checksum that s3fs adds to it.
@@ -32,12 +35,16 @@ UNSIGNED: Mapping[str, Any] = {
         "request_checksum_calculation": "when_required",
     }
 }
+SHARDED: tuple[Phase, ...] = (*BOTH, "load_cold")
 SMALL_BYTES = 20 << 10  # of one small tensor, on average: see ckptfs.bench.workloads
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the command line says. directory: on a disk; memory: on a tmpfs."""
+    """What the command line says. directory: on a disk; memory: on a tmpfs.
+
+    device, steps: of ``stall``. saves: how old a run is. old: the tree that ``readers`` measures beside this one.
+    """
 
     size_bytes: int
     small: int
@@ -48,6 +55,10 @@ class Sizes:
     worlds: tuple[int, ...] = (256, 1024, 4096)
     tensors: int = 1000
     ranks: tuple[int, ...] = (4, 16, 32)
+    device: str = "cpu"
+    steps: bool = False
+    saves: int = 20_000
+    old: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +95,29 @@ class Files:
 class AtServer:
     """Everybody in turn at a server that is started for it; at most ``most_bytes``, one process.
 
-    delay_s: how long a proxy holds each request.
+    small_bytes: of a state of small tensors, beside the large one; 0: none. delay_s: how long a proxy holds each request.
     """
 
     server: str
     engines: tuple[str, ...] = (OURS, "dcp", "s3torchconnector", "raw")
     most_bytes: int = MOST_ON_S3
+    small_bytes: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     delay_s: float = 0.0
 
     def __call__(self, sizes: Sizes) -> Result:
         """Measure."""
-        from benchmarks.servers import at_server
-
         engines = [one for one in self.engines if not sizes.only or one in sizes.only]
-        state = {"llm": min(sizes.size_bytes, self.most_bytes)}
+        large = min(sizes.size_bytes, self.most_bytes)
+        states = {"llm": large, "many": min(large, self.small_bytes)}
         with _threads_of_a_plain_process():
             return at_server(
-                self.server, state, engines, sizes.pairs, self.options, delay_s=self.delay_s
+                self.server, states, engines, sizes.pairs, self.options, delay_s=self.delay_s
             )
 
 
 def _measured(asked: Asked) -> Result:
-    found = measure(asked, progress=say)
+    found = measure(asked, progress=tables.say)
     assert found is not None, "torchrun has no part in this"
     return found
 
@@ -128,91 +139,66 @@ def _threads_of_a_plain_process() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def say(text: str) -> None:
-    """Progress, for whoever waits."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def stall(sizes: Sizes) -> Result:
-    """How long an asynchronous save holds the training."""
-    from benchmarks import stall
-
-    peers = stall.PEERS
-    return stall.measured(
-        sizes.size_bytes, sizes.pairs, within=sizes.directory, peers=peers, command=""
-    )
-
-
-def planner(sizes: Sizes) -> Result:
-    """What many ranks' plans cost the coordinator."""
-    from benchmarks.planner import measured
-
-    return measured(sizes.worlds, sizes.tensors, sizes.pairs, say=say)
-
-
-def memory(sizes: Sizes) -> Result:
+@dataclass(frozen=True, slots=True)
+class FirstCalls:
     """The most that a first save, and the load after it, add to a process that holds the state.
 
     Every sample is a process of its own. From the moment when the state and the tensors to be loaded
     into are there, everything counts: buffers that stay, caches, modules imported late.
     """
-    parts = []
-    for pair in range(1, sizes.pairs + 1):
-        turns = (OURS, "dcp") if pair % 2 else ("dcp", OURS)
-        for engine in turns:
-            asked = Asked(
-                (target_asked(sizes.directory),),
-                (WorkloadAsked("llm", size_bytes=sizes.size_bytes),),
-                engines=(engine,),
-                rounds=1,
-                warm_ups=0,
-                phases=("save", "load_warm", "load_cold"),
-                memory_from="start",
-            )
-            found = _measured(asked)
-            samples = tuple(replace(one, round=pair) for one in found.samples)
-            parts.append(tables.placed(replace(found, samples=samples), "directory"))
-    note = "every sample is a process of its own; its seconds are those of a first call"
-    return tables.joined(parts, what="", command="", note=note)
+
+    engines: tuple[str, ...]
+
+    def __call__(self, sizes: Sizes) -> Result:
+        """Measure, each round another one first."""
+        parts = []
+        for pair in range(1, sizes.pairs + 1):
+            for engine in self.engines if pair % 2 else self.engines[::-1]:
+                asked = Asked(
+                    (target_asked(sizes.directory),),
+                    (WorkloadAsked("llm", size_bytes=sizes.size_bytes),),
+                    engines=(engine,),
+                    rounds=1,
+                    warm_ups=0,
+                    phases=SHARDED,
+                    memory_from="start",
+                )
+                found = _measured(asked)
+                samples = tuple(replace(one, round=pair) for one in found.samples)
+                parts.append(tables.placed(replace(found, samples=samples), "directory"))
+        note = "every sample is a process of its own; its seconds are those of a first call"
+        return tables.joined(parts, what="", command="", note=note)
 
 
-def fixed(sizes: Sizes) -> Result:
-    """A save and a load of next to nothing, of many processes on this machine."""
-    from benchmarks.fixed import measured
-
-    return measured(sizes.ranks, sizes.pairs, within=sizes.directory, say=say)
-
-
-def copy(sizes: Sizes) -> Result:
-    """A copy and an export of a checkpoint, beside cp."""
-    from benchmarks.copying import measured
-
-    return measured(sizes.size_bytes, sizes.pairs, within=sizes.directory, say=say)
-
-
-def nfs(sizes: Sizes) -> Result:
+@dataclass(frozen=True, slots=True)
+class OnNfs:
     """A real server and a client, kernels in user mode: their CPU is slow and their clock coarse."""
-    from ckptfs.bench.results import decode_result
-    from tests.lab.nfs import NfsLab
 
-    with NfsLab("4.2") as lab:
-        where = lab.fresh("bench")
-        path = f"{where}/result.json"
-        command = [sys.executable, "-m", "ckptfs", "bench", "run", f"{where}/home"]
-        command += ["--engines", f"{OURS},dcp,dcp:t2,raw:buffered", "--workload", "llm"]
-        command += ["--size", str(min(sizes.size_bytes, MOST_ON_NFS)), "--rounds", str(sizes.pairs)]
-        command += ["--out", path]
-        ended = lab.a.run(command, timeout_s=NFS_TIMEOUT_S)
-        if ended.status:
-            raise RuntimeError(
-                f"the benchmark in the lab ended with {ended.status}: {ended.output}"
-            )
-        text = lab.a.call(Path.read_text, Path(path))
-    return tables.placed(decode_result(text, path), "nfs")
+    engines: tuple[str, ...]
+
+    def __call__(self, sizes: Sizes) -> Result:
+        """Measure with the bench's command, in the client's kernel."""
+        size_bytes = min(sizes.size_bytes, MOST_ON_NFS)
+        with NfsLab("4.2") as lab:
+            where = lab.fresh("bench")
+            path = f"{where}/result.json"
+            command = [sys.executable, "-m", "ckptfs", "bench", "run", f"{where}/home"]
+            command += ["--engines", ",".join(self.engines), "--workload", "llm", "--out", path]
+            command += ["--size", str(size_bytes), "--rounds", str(sizes.pairs)]
+            ended = lab.a.run(command, timeout_s=NFS_TIMEOUT_S)
+            if ended.status:
+                raise RuntimeError(
+                    f"the benchmark in the lab ended with {ended.status}: {ended.output}"
+                )
+            text = lab.a.call(Path.read_text, Path(path))
+        return tables.placed(decode_result(text, path), "nfs")
 
 
-BOTH: tuple[Phase, ...] = ("save", "load_warm")
-SHARDED: tuple[Phase, ...] = (*BOTH, "load_cold")
+def _readers(sizes: Sizes) -> Result:
+    assert sizes.old is not None, "the command asks for it"
+    return readers.measured(sizes.old, sizes.pairs, min(1.0, sizes.small / 20_000))
+
+
 SMALL = (OURS, "safetensors", "dcp")
 RANKS = (OURS, *DCP, "safetensors", "raw")
 ROWS: Mapping[str, Callable[[Sizes], Result]] = {
@@ -223,8 +209,10 @@ ROWS: Mapping[str, Callable[[Sizes], Result]] = {
     "cold": Files((OURS, "raw:direct", "raw:buffered", *DCP), ("load_cold",)),
     "small": Files(SMALL, BOTH, kind="many"),
     "shapes": Files(SMALL, BOTH, kind="shapes"),
-    "stall": stall,
-    "planner": planner,
+    "stall": lambda s: stall.measured(
+        s.size_bytes, s.pairs, within=s.directory, device=s.device, steps=s.steps
+    ),
+    "planner": lambda s: planner.measured(s.worlds, s.tensors, s.pairs),
     # Loopback, without TLS: what a client costs. The sink keeps it in memory, on the same cores.
     "s3": AtServer("sink"),
     # The same, and nobody hashes what is sent: as s3torchconnector always does.
@@ -232,10 +220,16 @@ ROWS: Mapping[str, Callable[[Sizes], Result]] = {
     "tls": AtServer("sink-tls"),
     # A small state over a slow network: what is counted are the requests that wait for each other.
     "latency": AtServer("moto", (OURS, "dcp"), most_bytes=MOST_OVER_LATENCY, delay_s=LATENCY_S),
-    "memory": memory,
+    # Ceph's gateway: a client that burns CPU slows its server. moto answers at 40 MB/s.
+    "radosgw": AtServer("radosgw", small_bytes=SMALL_STATE_BYTES),
+    "moto": AtServer("moto", most_bytes=134_217_728, small_bytes=SMALL_STATE_BYTES),
+    "memory": FirstCalls((OURS, "dcp")),
     "ranks2": Files(RANKS, SHARDED, ranks=2),
     "ranks4": Files(RANKS, SHARDED, ranks=4),
-    "fixed": fixed,
-    "copy": copy,
-    "nfs": nfs,
+    "fixed": lambda s: fixed.measured(s.ranks, s.pairs, within=s.directory),
+    "copy": lambda s: copying.measured(s.size_bytes, s.pairs, within=s.directory),
+    "history": lambda s: history.history(s.saves, s.pairs, within=s.directory),
+    "catalog": lambda s: history.catalog(s.saves, s.pairs, within=s.directory),
+    "readers": _readers,
+    "nfs": OnNfs((OURS, "dcp", "dcp:t2", "raw:buffered")),
 }

@@ -179,7 +179,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run of ``ckptfs bench``, or of a script in ``benchmarks/``.
+    """One run of ``ckptfs bench``, or of a row of ``benchmarks/``.
 
     Attributes:
         what: What was measured, in words.

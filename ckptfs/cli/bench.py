@@ -4,7 +4,7 @@
     ckptfs bench report FILE...    makes plots and a page of results
     ckptfs bench compare A B       says whether one result is slower than another
 
-``report`` and ``compare`` also read what the scripts in benchmarks/ wrote; neither measures anything.
+``report`` and ``compare`` also read what the rows of benchmarks/ wrote; neither measures anything.
 
 A first word that is not the name of a command is taken for a URI. A directory called ``report`` is
 therefore written as ``./report``.

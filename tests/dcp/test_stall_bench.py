@@ -1,47 +1,34 @@
-"""benchmarks/stall.py still runs, and reckons as its page says."""
+"""The row ``stall`` still runs, and reckons as its page says."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import pytest
-
-from benchmarks import goals, stall
-from ckptfs.bench.results import read_result
+from benchmarks import stall
+from benchmarks.floors.claims import Verdict, findings_of
 from tests.bench.made import made_result
 
 ABOUT = ("date", "command", "machine", "versions", "settings", "targets")
 
 
-def test_the_benchmark_runs_and_writes_every_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_benchmark_runs_and_tells_every_measurement(tmp_path: Path) -> None:
     """A tiny state, without DCP's process: a row for each peer, the ratio of each round's pair."""
-    out = tmp_path / "result.json"
-    told = ["--mib", "1", "--rounds", "2", "--peers", "memcpy,ckptfs,ckptfs reserved", "--steps"]
-    monkeypatch.setattr(sys, "argv", ["bench", *told, "--dir", str(tmp_path), "--out", str(out)])
-    assert stall.main() == 0
-    result = read_result(out)
+    peers = ("memcpy", "ckptfs", "ckptfs reserved")
+    result = stall.measured(1 << 20, 2, within=tmp_path, peers=peers, steps=True)
     counted = [one.engine for one in result.samples]
-    assert {name: counted.count(name) for name in counted} == {
-        "memcpy": 2,
-        "ckptfs": 2,
-        "ckptfs reserved": 2,
-    }
+    assert {name: counted.count(name) for name in counted} == dict.fromkeys(peers, 2)
     assert {(one.phase, one.size_bytes) for one in result.samples} == {("stall", 1 << 20)}
-    assert [note.partition(":")[0] for note in result.notes] == [
-        "memcpy",
-        "ckptfs",
-        "ckptfs reserved",
-    ]
+    assert [note.partition(":")[0] for note in result.notes] == [*peers]
     assert "a step meanwhile takes" not in result.notes[0]  # it is over when the copy is
     assert "a step meanwhile takes" in result.notes[1]
-    assert "ckptfs by memcpy, seconds, stall of layers" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    copied, stock = findings_of("stall", result)
+    assert copied.found is not None
+    assert copied.found.beside == "memcpy"
+    assert stock.verdict is Verdict.UNKNOWN
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_goals_are_about_the_copy_and_the_better_of_the_others() -> None:
+def test_the_floors_are_about_the_copy_and_the_better_of_the_others() -> None:
     """Ratios of one round: twice the copy is missed; a quarter of the faster of DCP's two ways is met.
     The faster is one way for all rounds, the one with the smaller median.
     """
@@ -58,8 +45,8 @@ def test_the_goals_are_about_the_copy_and_the_better_of_the_others() -> None:
     result = stall.result_of(
         {"first": first, "rounds": turns}, size_bytes=1 << 30, tensors=1, about=about
     )
-    found = goals.goals_of(result, stall.GOALS)
-    assert [(goal.ratio, goal.is_met) for goal in found] == [(2.0, False), (0.25, True)]
+    found = [(one.found and one.found.value, one.verdict) for one in findings_of("stall", result)]
+    assert found == [(2.0, Verdict.MISSED), (4.0, Verdict.FLOOR)]
     assert (
         result.notes[1]
         == "ckptfs: the first call 9.00 s, 2.2 times a later one, until it is durable 4.00 s"
