@@ -2,6 +2,7 @@
 
     plan (checks, who writes what)  space  begin  write  seal  project     -> SaveResult
 
+    check_space  compares planned bytes and inodes with what is free, per domain, before a byte is written
     save_at      a checkpoint of its own
     save_part    save_part(state, ticket.part("actor"), ...) -> SealedPart, the same on every rank: what is
                  written is sealed for its ticket, and becomes part of a checkpoint when the process that
@@ -24,11 +25,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,27 +43,31 @@ from ckptfs.commit.save.spec import Committed, SaveSpec, SmallFile, WrittenPart
 from ckptfs.commit.session import Place, RunSession, naming, open_session
 from ckptfs.commit.state import part_name
 from ckptfs.control.control import Control, hearing
+from ckptfs.control.messages import apart
 from ckptfs.dcp.incremental.reuse import Memory, RankItems, Site, Unchanged, need_run, write_changed
 from ckptfs.dcp.pending import Phase, Watch
 from ckptfs.dcp.planning.save_planner import Share
 from ckptfs.dcp.write.pipeline import (
     PlanMemory,
     PlannedSave,
-    check_space,
     finish_save,
     plan_save,
     write,
 )
-from ckptfs.dcp.write.rank_files import WriteEngineName, engine_for
-from ckptfs.errors import CkptfsError, StateError
+from ckptfs.dcp.write.rank_files import WriteEngineName, engine_for, files_for
+from ckptfs.errors import CkptfsError, NoSpaceError, StateError
 from ckptfs.events import Event, SaveResult, Written
 from ckptfs.progress import SILENT, Meter, progress
+from ckptfs.storage.base import Space
 from ckptfs.storage.inflight import log_fields
+from ckptfs.text import size_text
 from ckptfs.uri import Uri
 
 __all__ = [
+    "PlannedSpace",
     "Tell",
     "WriteOptions",
+    "check_space",
     "followed",
     "plans_of",
     "save_at",
@@ -70,6 +76,8 @@ __all__ = [
     "tell_nobody",
     "writer_slot",
 ]
+
+logger = logging.getLogger("ckptfs.dcp")
 
 Tell = Callable[[Event], None]
 
@@ -257,6 +265,123 @@ def _write(
         meter=meter,
         sync_names=not session.placement.is_owner,
     )
+
+
+_SMALL_FILES = 8  # record, manifests, metadata, log entry and their directories
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    domain: str
+    size_bytes: int
+    files: int
+    space: Space | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSpace:
+    """What a save writes in the domain of this rank, and what was free there before it began.
+
+    Attributes:
+        warnings: A sentence for each domain that has too little space.
+        planned_bytes: What the ranks of this domain write.
+        free_bytes: What was free there; None if that is not known.
+    """
+
+    warnings: tuple[str, ...]
+    planned_bytes: int
+    free_bytes: int | None
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Add how much space is missing to the message of a NoSpaceError raised in the block."""
+        try:
+            yield
+        except NoSpaceError as error:
+            error.message = f"{error.message}: {self._missing()}"
+            raise
+
+    def _missing(self) -> str:
+        text = f"{size_text(self.planned_bytes)} to write"
+        if self.free_bytes is None:
+            return text
+        text += f", {size_text(self.free_bytes)} were free"
+        missing = self.planned_bytes - self.free_bytes
+        return f"{size_text(missing)} missing ({text})" if missing > 0 else text
+
+
+def check_space(
+    session: RunSession, planned: PlannedSave, threads: int | None, *, required: bool
+) -> PlannedSpace:
+    """Compare what is to be written with what is free in each domain. Collective.
+
+    This is advice, not a reservation: other processes write to the disk too, and quotas may not be visible.
+
+    Args:
+        session: The session at the run.
+        planned: The save.
+        threads: How many files each rank writes at once. None: as many as pay there.
+        required: Whether too little space is an error; otherwise it is a warning in the log.
+
+    Returns:
+        What is planned and what is free.
+
+    Raises:
+        NoSpaceError: ``required``, and a domain has too little space; on all ranks. Nothing was written.
+    """
+    placement = session.placement
+
+    def local() -> _Need:
+        at_once = files_for(session.storage, "", planned.items, threads)
+        files = 2 * min(at_once, len(planned.items))
+        space = session.storage.space() if placement.is_owner else None
+        return _Need(placement.mine.id, planned.size_bytes, files, space)
+
+    def decide(needs: Sequence[_Need]) -> tuple[tuple[str, ...], tuple[int, int | None]]:
+        short = tuple(text for text in _shortages(needs) if text)
+        if short and required:
+            raise NoSpaceError(
+                "; ".join(short),
+                uri=session.storage.root,
+                hint="nothing was written; free space, or pass require_space=False to try anyway",
+            )
+        bytes_by_domain = _bytes_by_domain(needs)
+        return apart(short, [bytes_by_domain[need.domain] for need in needs])
+
+    warnings, (planned_bytes, free_bytes) = session.control.step("space", local, decide)
+    if placement.is_owner:
+        for text in warnings:
+            logger.warning("%s: %s", session.storage.root, text)
+    return PlannedSpace(warnings, planned_bytes, free_bytes)
+
+
+def _bytes_by_domain(needs: Sequence[_Need]) -> dict[str, tuple[int, int | None]]:
+    """Return for each domain the bytes that its ranks plan and the bytes that are free."""
+    found: dict[str, tuple[int, int | None]] = {}
+    for need in needs:
+        planned, free = found.get(need.domain, (0, None))
+        here = None if need.space is None else need.space.free_bytes
+        found[need.domain] = (planned + need.size_bytes, free if here is None else here)
+    return found
+
+
+def _shortages(needs: Sequence[_Need]) -> list[str]:
+    """Return what each domain lacks, as sentences."""
+    lacking = []
+    for domain in dict.fromkeys(need.domain for need in needs):
+        here = [need for need in needs if need.domain == domain]
+        space = next((need.space for need in here if need.space is not None), None)
+        if space is None:
+            continue
+        size = sum(need.size_bytes for need in here)
+        files = sum(need.files for need in here) + _SMALL_FILES
+        if space.free_bytes is not None and size > space.free_bytes:
+            lacking.append(f"domain {domain}: {size} bytes planned, {space.free_bytes} free")
+        if space.free_inodes is not None and files > space.free_inodes:
+            lacking.append(
+                f"domain {domain}: {files} files planned, {space.free_inodes} inodes free"
+            )
+    return lacking
 
 
 def save_part(

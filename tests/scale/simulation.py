@@ -50,7 +50,8 @@ from ckptfs.commit.session import Place, RunSession, agree_uri, start_session
 from ckptfs.control.control import Control
 from ckptfs.dcp.planning.save_planner import SavePlanner
 from ckptfs.dcp.planning.state_dicts import LocalFacts
-from ckptfs.dcp.write.pipeline import check_space, finish_save, plan_save, write
+from ckptfs.dcp.saving import check_space
+from ckptfs.dcp.write.pipeline import finish_save, plan_save, write
 from ckptfs.errors import StateError
 from ckptfs.retention.deletion import Retirer
 from ckptfs.retention.policy import Keep

@@ -1,6 +1,6 @@
 """A save as a handful of functions; each is local or one collective step.
 
-    plan_save (step)  ->  check_space (step)  ->  write (local)  ->  finish_save (coordinator)  ->  .metadata
+    plan_save (step)  ->  write (local)  ->  finish_save (coordinator)  ->  .metadata
 
 All exchange goes through ``control.step``; no collective runs on the user's group. Every rank sends its plan
 to the coordinator as columns, or only a hash if the coordinator knows the plan from the save before. Each
@@ -20,22 +20,18 @@ does not know a hash asks all ranks for their whole plans, so a lost memory cost
 The decision is kept as well; it is used again for the same plans of all ranks in the same domains. Values
 are compared in every save.
 
-``check_space`` compares planned bytes and inodes with what is free, per domain, before a byte is written.
-
 ``ckptfs.save`` calls these functions between ``Attempt.begin`` and ``Attempt.commit``; torch's own
 ``dcp.save`` uses the same parts through ``ckptfs.dcp.torch_hooks.storage_writer``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import itertools
-import logging
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +44,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from ckptfs.commit.delete.shared_data import stock_path
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.save.spec import SmallFile, WrittenPart
-from ckptfs.commit.session import RunSession
 from ckptfs.control.control import Control
 from ckptfs.control.messages import apart
 from ckptfs.dcp.metadata.metadata_writer import (
@@ -88,14 +83,12 @@ from ckptfs.dcp.write.rank_files import (
     WriteEngine,
     Written,
     auto_engine,
-    files_for,
     sidecar_name,
     write_files,
 )
-from ckptfs.errors import IncompleteCheckpointError, IntegrityError, NoSpaceError, StateError
+from ckptfs.errors import IncompleteCheckpointError, IntegrityError, StateError
 from ckptfs.progress import SILENT, Meter
-from ckptfs.storage.base import Space, Storage
-from ckptfs.text import size_text
+from ckptfs.storage.base import Storage
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -103,8 +96,6 @@ __all__ = [
     "PlanMemory",
     "PlanMessage",
     "PlannedSave",
-    "PlannedSpace",
-    "check_space",
     "decide",
     "decode_placed",
     "encode_placed",
@@ -669,122 +660,3 @@ def item_bytes(item: WriteItem) -> int:
     for length in item.tensor_data.chunk.sizes:
         size *= length
     return size
-
-
-logger = logging.getLogger("ckptfs.dcp")
-
-_SMALL_FILES = 8  # record, manifests, metadata, log entry and their directories
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    domain: str
-    size_bytes: int
-    files: int
-    space: Space | None
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSpace:
-    """What a save writes in the domain of this rank, and what was free there before it began.
-
-    Attributes:
-        warnings: A sentence for each domain that has too little space.
-        planned_bytes: What the ranks of this domain write.
-        free_bytes: What was free there; None if that is not known.
-    """
-
-    warnings: tuple[str, ...]
-    planned_bytes: int
-    free_bytes: int | None
-
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Add how much space is missing to the message of a NoSpaceError raised in the block."""
-        try:
-            yield
-        except NoSpaceError as error:
-            error.message = f"{error.message}: {self._missing()}"
-            raise
-
-    def _missing(self) -> str:
-        text = f"{size_text(self.planned_bytes)} to write"
-        if self.free_bytes is None:
-            return text
-        text += f", {size_text(self.free_bytes)} were free"
-        missing = self.planned_bytes - self.free_bytes
-        return f"{size_text(missing)} missing ({text})" if missing > 0 else text
-
-
-def check_space(
-    session: RunSession, planned: PlannedSave, threads: int | None, *, required: bool
-) -> PlannedSpace:
-    """Compare what is to be written with what is free in each domain. Collective.
-
-    This is advice, not a reservation: other processes write to the disk too, and quotas may not be visible.
-
-    Args:
-        session: The session at the run.
-        planned: The save.
-        threads: How many files each rank writes at once. None: as many as pay there.
-        required: Whether too little space is an error; otherwise it is a warning in the log.
-
-    Returns:
-        What is planned and what is free.
-
-    Raises:
-        NoSpaceError: ``required``, and a domain has too little space; on all ranks. Nothing was written.
-    """
-    placement = session.placement
-
-    def local() -> _Need:
-        at_once = files_for(session.storage, "", planned.items, threads)
-        files = 2 * min(at_once, len(planned.items))
-        space = session.storage.space() if placement.is_owner else None
-        return _Need(placement.mine.id, planned.size_bytes, files, space)
-
-    def decide(needs: Sequence[_Need]) -> tuple[tuple[str, ...], tuple[int, int | None]]:
-        short = tuple(text for text in _shortages(needs) if text)
-        if short and required:
-            raise NoSpaceError(
-                "; ".join(short),
-                uri=session.storage.root,
-                hint="nothing was written; free space, or pass require_space=False to try anyway",
-            )
-        bytes_by_domain = _bytes_by_domain(needs)
-        return apart(short, [bytes_by_domain[need.domain] for need in needs])
-
-    warnings, (planned_bytes, free_bytes) = session.control.step("space", local, decide)
-    if placement.is_owner:
-        for text in warnings:
-            logger.warning("%s: %s", session.storage.root, text)
-    return PlannedSpace(warnings, planned_bytes, free_bytes)
-
-
-def _bytes_by_domain(needs: Sequence[_Need]) -> dict[str, tuple[int, int | None]]:
-    """Return for each domain the bytes that its ranks plan and the bytes that are free."""
-    found: dict[str, tuple[int, int | None]] = {}
-    for need in needs:
-        planned, free = found.get(need.domain, (0, None))
-        here = None if need.space is None else need.space.free_bytes
-        found[need.domain] = (planned + need.size_bytes, free if here is None else here)
-    return found
-
-
-def _shortages(needs: Sequence[_Need]) -> list[str]:
-    """Return what each domain lacks, as sentences."""
-    lacking = []
-    for domain in dict.fromkeys(need.domain for need in needs):
-        here = [need for need in needs if need.domain == domain]
-        space = next((need.space for need in here if need.space is not None), None)
-        if space is None:
-            continue
-        size = sum(need.size_bytes for need in here)
-        files = sum(need.files for need in here) + _SMALL_FILES
-        if space.free_bytes is not None and size > space.free_bytes:
-            lacking.append(f"domain {domain}: {size} bytes planned, {space.free_bytes} free")
-        if space.free_inodes is not None and files > space.free_inodes:
-            lacking.append(
-                f"domain {domain}: {files} files planned, {space.free_inodes} inodes free"
-            )
-    return lacking
