@@ -27,15 +27,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, overload
 
 from ckptfs import _torch
-from ckptfs.control.messages import attempt, for_rank, settle
+from ckptfs.control.messages import (
+    Stage,
+    attempt,
+    decide_stages,
+    for_rank,
+    run_stages,
+    settle,
+    stage_answers,
+)
 from ckptfs.control.world import World
-from ckptfs.errors import CkptfsError, StateError
+from ckptfs.errors import CkptfsError, CollectiveError, StateError
 
 __all__ = [
     "Control",
@@ -44,6 +52,7 @@ __all__ = [
     "default_timeout_s",
     "hearing",
     "open_control",
+    "step_of_stages",
     "timeout_of",
 ]
 
@@ -179,6 +188,43 @@ class SoloControl:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def step_of_stages(control: Control, label: str, stages: Sequence[Stage]) -> list[Any]:
+    """Take several decisions in one step. Collective.
+
+    A step costs a round of all ranks, whatever it sends. Every error is the one that the stages would raise as
+    steps of their own, one after the other.
+
+    Args:
+        control: The control plane.
+        label: What is being done, for messages about ranks that hang or make other calls; equal on all ranks.
+        stages: The decisions, in order.
+
+    Returns:
+        The answer of each stage.
+
+    Raises:
+        CollectiveError: As ``Control.step``, with the label of the first stage that failed anywhere.
+        CkptfsError: The ``decide`` of a stage raised it, and no rank failed in that stage or an earlier one.
+    """
+    errors: list[tuple[str, Exception]] = []
+
+    def local() -> list[Any]:
+        values, found = run_stages(stages, control.world)
+        errors.extend(found)
+        return values
+
+    try:
+        common, own = control.step(
+            label, local, lambda received: decide_stages(stages, received, control.worlds)
+        )
+    except CollectiveError as error:
+        cause = next((e for name, e in errors if error.message.startswith(f"{name} failed")), None)
+        if cause is not None and control.rank in error.failures:
+            raise error from cause
+        raise
+    return stage_answers(common, own)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,9 @@
 
 ``decide`` may answer ``apart(common, pieces)``: every rank reads ``common``, and each only its piece.
 
+A ``Stage`` is what would be a step of its own, if it did not share one with other stages. Its errors are those of
+such a step, and an error of an earlier stage counts before those of all later ones.
+
 Values are sent pickled, because the processes of one job trust each other. Errors are not, see ``rank_errors``.
 """
 
@@ -29,9 +32,11 @@ from ckptfs.errors import CkptfsError, CollectiveError, Failure
 
 __all__ = [
     "Message",
+    "Stage",
     "Verdict",
     "apart",
     "attempt",
+    "decide_stages",
     "decode_message",
     "decode_verdict",
     "encode_message",
@@ -39,8 +44,10 @@ __all__ = [
     "for_rank",
     "joined",
     "message_by",
+    "run_stages",
     "settle",
     "split",
+    "stage_answers",
 ]
 
 T = TypeVar("T")
@@ -159,6 +166,95 @@ def _out_of_step(messages: Sequence[Message]) -> CollectiveError:
         hint="make the same collective calls in the same order on every rank; give a second "
         "thread its own control",
     )
+
+
+# -- stages: several decisions in one step ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of several decisions that ranks take in one step, because none needs the answer of another.
+
+    Attributes:
+        label: What is being done, for messages; as the label of a step.
+        local: As of a step, but another rank may have failed in an earlier stage: it changes nothing that has to
+            be undone then.
+        decide: As of a step. It does not run if a stage before it failed.
+        always: Whether ``local`` runs even if an earlier stage failed on this rank. It is needed if it talks to
+            the other ranks, which would otherwise wait for this one.
+    """
+
+    label: str
+    local: Callable[[], Any]
+    decide: Callable[[list[Any]], Any]
+    always: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """How a stage failed on one rank."""
+
+    failure: Failure
+
+
+def run_stages(
+    stages: Sequence[Stage], world: World
+) -> tuple[list[Any], list[tuple[str, Exception]]]:
+    """Run one rank's part of all stages.
+
+    Returns:
+        What the rank sends: the value of each stage, or its failure. And this rank's errors, with their stages.
+    """
+    values: list[Any] = []
+    errors: list[tuple[str, Exception]] = []
+    for stage in stages:
+        if errors and not stage.always:
+            values.append(None)  # nobody reads it: the answer is the error of the earlier stage
+            continue
+        try:
+            values.append(stage.local())
+        except Exception as error:  # noqa: BLE001 - returned to the caller, who raises it
+            values.append(_Failed(failure_of(error, world)))
+            errors.append((stage.label, error))
+    return values, errors
+
+
+def decide_stages(
+    stages: Sequence[Stage], received: Sequence[Sequence[Any]], worlds: Sequence[World]
+) -> tuple[list[tuple[bool, Any]], Mapping[int, Any] | None]:
+    """Decide all stages in order, on the coordinator. The first error is that of the step.
+
+    Returns:
+        The answer for ``stage_answers``, with a piece for each rank if some stage has pieces.
+    """
+    answers: list[Any] = []
+    for number, stage in enumerate(stages):
+        values = [sent[number] for sent in received]
+        failures = {r: v.failure for r, v in enumerate(values) if isinstance(v, _Failed)}
+        if failures:
+            raise collective_error(stage.label, failures, worlds)
+        try:
+            answers.append(stage.decide(values))
+        except CkptfsError:
+            raise
+        except Exception as error:
+            failure = failure_of(error, worlds[0])
+            raise collective_error(stage.label, {0: failure}, worlds) from error
+    common = [(True, a.common) if isinstance(a, _Apart) else (False, a) for a in answers]
+    with_pieces = {n: a.pieces for n, a in enumerate(answers) if isinstance(a, _Apart) and a.pieces}
+    pieces: list[Mapping[int, Any] | None] = [
+        {n: p[r] for n, p in with_pieces.items()} for r in range(len(received))
+    ]
+    return apart(common, pieces if with_pieces else ())
+
+
+def stage_answers(common: Sequence[tuple[bool, Any]], own: Mapping[int, Any] | None) -> list[Any]:
+    """Return the answer of each stage, as a step of its own would return it on this rank."""
+    pieces = own or {}
+    return [
+        (value, pieces.get(number)) if is_apart else value
+        for number, (is_apart, value) in enumerate(common)
+    ]
 
 
 # -- on the wire: one line of JSON, then a pickle ---------------------------------------------
