@@ -24,6 +24,7 @@ from ckptfs.commit.paths import CONTROL, HINT, LOG, log_key, step_in
 from ckptfs.commit.save.spec import checked_step, fresh_ids, now_text
 from ckptfs.commit.state import unsent
 from ckptfs.control.control import Control, open_control
+from ckptfs.control.messages import Stage
 from ckptfs.errors import CollectiveError, NotFoundError, StateError, UriError
 from ckptfs.storage.base import Capabilities, Shape, Storage
 from ckptfs.storage.registry import open_storage
@@ -38,8 +39,10 @@ __all__ = [
     "View",
     "agree_uri",
     "collect_views",
+    "finish_with_views",
     "naming",
     "open_session",
+    "stage_with_views",
     "start_session",
     "step_of",
     "step_with_views",
@@ -220,17 +223,45 @@ def step_with_views(
     Returns:
         The answer of ``decide``, on every rank.
     """
+    stage = stage_with_views(label, look, view_of, decide, also=also)
+    return finish_with_views(
+        control, label, look, decide, control.step(label, stage.local, stage.decide)
+    )
+
+
+def stage_with_views(
+    label: str,
+    look: Callable[[Collection[str]], T],
+    view_of: Callable[[T], View | None],
+    decide: Callable[[Sequence[T]], R],
+    *,
+    also: Callable[[Sequence[T]], Collection[str]] = lambda _: (),
+) -> Stage:
+    """Return the first of the steps of ``step_with_views``, for a step that it shares with other stages.
+
+    ``finish_with_views`` makes the decision of its answer.
+    """
 
     def first(found: list[T]) -> R | _Ask:
         views = collect_views(map(view_of, found))
         ids = unsent(views, also(found))
         return _Ask(ids) if ids else decide(found)
 
-    answer: R | _Ask = control.step(label, lambda: look(()), first)
+    return Stage(label, lambda: look(()), first)
+
+
+def finish_with_views(
+    control: Control,
+    label: str,
+    look: Callable[[Collection[str]], T],
+    decide: Callable[[Sequence[T]], R],
+    answer: object,
+) -> R:
+    """Return the decision that the answer of ``stage_with_views`` is, or make it in a second step. Collective."""
     if isinstance(answer, _Ask):
         ids = answer.ids
         return control.step(label, lambda: look(ids), decide)
-    return answer
+    return answer  # type: ignore[return-value] # what decide returned
 
 
 @contextlib.contextmanager

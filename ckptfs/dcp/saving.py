@@ -1,8 +1,9 @@
 """One save on an open session: what ``save``, ``async_save`` and the manager have in common.
 
-    plan (checks, who writes what)  space  begin  write  seal  project     -> SaveResult
+    plan (checks, who writes what, space)  begin  write  seal  project     -> SaveResult
 
-    check_space  compares planned bytes and inodes with what is free, per domain, before a byte is written
+    plan_at      all that can refuse a save before it writes: the plan, planned bytes and inodes against what is free
+                 in each domain, and in a held run the survey of the logs
     save_at      a checkpoint of its own
     save_part    save_part(state, ticket.part("actor"), ...) -> SealedPart, the same on every rank: what is
                  written is sealed for its ticket, and becomes part of a checkpoint when the process that
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -42,23 +44,23 @@ from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import Committed, SaveSpec, SmallFile, WrittenPart
 from ckptfs.commit.session import Place, RunSession, naming, open_session
 from ckptfs.commit.state import part_name
-from ckptfs.control.control import Control, hearing
-from ckptfs.control.messages import apart
+from ckptfs.control.control import Control, hearing, step_of_stages
+from ckptfs.control.messages import Stage, apart
 from ckptfs.dcp.incremental.reuse import Memory, RankItems, Site, Unchanged, need_run, write_changed
 from ckptfs.dcp.pending import Phase, Watch
 from ckptfs.dcp.planning.save_planner import Share
 from ckptfs.dcp.write.pipeline import (
     PlanMemory,
     PlannedSave,
+    SavePlanning,
     finish_save,
-    plan_save,
     write,
 )
-from ckptfs.dcp.write.rank_files import WriteEngineName, engine_for, files_for
+from ckptfs.dcp.write.rank_files import WriteEngineName, engine_for
 from ckptfs.errors import CkptfsError, NoSpaceError, StateError
 from ckptfs.events import Event, SaveResult, Written
 from ckptfs.progress import SILENT, Meter, progress
-from ckptfs.storage.base import Space
+from ckptfs.storage.base import Space, Storage
 from ckptfs.storage.inflight import log_fields
 from ckptfs.text import size_text
 from ckptfs.uri import Uri
@@ -67,8 +69,8 @@ __all__ = [
     "PlannedSpace",
     "Tell",
     "WriteOptions",
-    "check_space",
     "followed",
+    "plan_at",
     "plans_of",
     "save_at",
     "save_part",
@@ -163,19 +165,9 @@ def save_at(
     shows = watch is None
     watch = watch or Watch()
     watch.enter(Phase.PLAN)
+    attempt = attempt or Attempt(session, spec)
     domains = {d.id: d.ranks for d in session.placement.domains}
     fields = {"run": str(session.storage.root), "step": spec.step, "rank": control.rank}
-    with naming(target), log_fields(**fields):
-        planned = plan_save(
-            state_dict,
-            control,
-            per_rank=spec.per_rank,
-            domains=tuple(domains.values()),
-            memory=options.plans,
-        )
-        watch.planned(planned.size_bytes, len(planned.items))
-        space = check_space(session, planned, options.threads, required=options.require_space)
-    attempt = attempt or Attempt(session, spec)
 
     def write_own() -> WrittenPart:
         with writer_slot(str(target.parent), control.world.node, options.writers_per_node):
@@ -203,6 +195,9 @@ def save_at(
 
     try:
         with followed(attempt, watch, result_of):
+            with naming(target), log_fields(**fields):
+                planned, space = plan_at(state_dict, session, attempt, options)
+            watch.planned(planned.size_bytes, len(planned.items))
             attempt.begin()
             committed = attempt.commit(write_own, finish)
     except BaseException:
@@ -310,36 +305,76 @@ class PlannedSpace:
         return f"{size_text(missing)} missing ({text})" if missing > 0 else text
 
 
-def check_space(
-    session: RunSession, planned: PlannedSave, threads: int | None, *, required: bool
-) -> PlannedSpace:
-    """Compare what is to be written with what is free in each domain. Collective.
+def plan_at(
+    state_dict: Mapping[str, Any] | Share,
+    session: RunSession,
+    attempt: Attempt,
+    options: WriteOptions,
+) -> tuple[PlannedSave, PlannedSpace]:
+    """Agree on all that can refuse a save before it writes anything. Collective, one step.
 
-    This is advice, not a reservation: other processes write to the disk too, and quotas may not be visible.
+    The plan, the space in each domain and, in a held run, the survey of the logs. The first of them that fails
+    is the error. What is free is advice, not a reservation: other processes write to the disk too, and quotas may
+    not be visible.
 
     Args:
+        state_dict: As for ``save_at``.
         session: The session at the run.
-        planned: The save.
-        threads: How many files each rank writes at once. None: as many as pay there.
-        required: Whether too little space is an error; otherwise it is a warning in the log.
+        attempt: The save.
+        options: How to write.
 
     Returns:
-        What is planned and what is free.
+        The plan, and what is planned and what is free.
 
     Raises:
-        NoSpaceError: ``required``, and a domain has too little space; on all ranks. Nothing was written.
+        CollectiveError: Some ranks failed; the same on every rank.
+        StateError: The ranks disagree; the same on every rank.
+        NoSpaceError: ``options.require_space``, and a domain has too little space; on all ranks.
+        FencedError: The run has a newer owner.
     """
+    planning = SavePlanning(
+        state_dict,
+        session.control,
+        per_rank=attempt.spec.per_rank,
+        domains=tuple(domain.ranks for domain in session.placement.domains),
+        memory=options.plans,
+    )
+    survey = attempt.survey_ahead(is_due=lambda: planning.described is not None)
+    stages = [planning.stage, _space_stage(session, planning, options)]
+    if survey is not None:
+        stages.append(survey)
+    while True:
+        plan, space, *surveyed = step_of_stages(session.control, planning.stage.label, stages)
+        planned = planning.planned(plan)
+        if planned is not None:
+            break
+    attempt.surveyed(surveyed[0] if surveyed else None)
+    warnings, (planned_bytes, free_bytes) = space
+    if session.placement.is_owner:
+        for text in warnings:
+            logger.warning("%s: %s", session.storage.root, text)
+    return planned, PlannedSpace(warnings, planned_bytes, free_bytes)
+
+
+def _space_stage(session: RunSession, planning: SavePlanning, options: WriteOptions) -> Stage:
+    """Return the stage that compares what is to be written with what is free in each domain."""
     placement = session.placement
+    domain_of = {rank: domain.id for domain in placement.domains for rank in domain.ranks}
 
-    def local() -> _Need:
-        at_once = files_for(session.storage, "", planned.items, threads)
-        files = 2 * min(at_once, len(planned.items))
-        space = session.storage.space() if placement.is_owner else None
-        return _Need(placement.mine.id, planned.size_bytes, files, space)
+    def local() -> Space | None:
+        return session.storage.space() if placement.is_owner else None
 
-    def decide(needs: Sequence[_Need]) -> tuple[tuple[str, ...], tuple[int, int | None]]:
+    def decide(spaces: Sequence[Space | None]) -> tuple[tuple[str, ...], tuple[int, int | None]]:
+        if planning.described is None:
+            return apart(())  # the step is made again, with whole plans
+        counts, sizes = planning.described.world.written
+        files = _files_of_ranks(session.storage, counts, sizes, options.threads)
+        needs = [
+            _Need(domain_of[rank], size, count, space)
+            for rank, (size, count, space) in enumerate(zip(sizes, files, spaces, strict=True))
+        ]
         short = tuple(text for text in _shortages(needs) if text)
-        if short and required:
+        if short and options.require_space:
             raise NoSpaceError(
                 "; ".join(short),
                 uri=session.storage.root,
@@ -348,11 +383,23 @@ def check_space(
         bytes_by_domain = _bytes_by_domain(needs)
         return apart(short, [bytes_by_domain[need.domain] for need in needs])
 
-    warnings, (planned_bytes, free_bytes) = session.control.step("space", local, decide)
-    if placement.is_owner:
-        for text in warnings:
-            logger.warning("%s: %s", session.storage.root, text)
-    return PlannedSpace(warnings, planned_bytes, free_bytes)
+    return Stage("space", local, decide)
+
+
+def _files_of_ranks(
+    storage: Storage, counts: Sequence[int], sizes: Sequence[int], threads: int | None
+) -> list[int]:
+    """Return how many files each rank will make, data and digests, as far as the coordinator can tell."""
+
+    @functools.cache
+    def at_once(size: int) -> int:
+        return storage.files_at_once("", size) if threads is None else threads
+
+    most = at_once(max(sizes, default=0))  # where one file is as fast, no rank writes more
+    return [
+        2 * min(most if most == 1 else at_once(size), count)
+        for count, size in zip(counts, sizes, strict=True)
+    ]
 
 
 def _bytes_by_domain(needs: Sequence[_Need]) -> dict[str, tuple[int, int | None]]:

@@ -136,3 +136,28 @@ def test_domains_copies_are_those_of_items(plans: list[SavePlan], data: st.DataO
     ]
     found = world_of(_table(plans), domains=domains).indexes()
     assert [list(mine) for mine in found] == expected
+
+
+@unhurried
+@given(worlds(most_ranks=6), st.data())
+def test_what_each_rank_writes_is_counted_as_its_items_are(
+    plans: list[SavePlan], data: st.DataObject
+) -> None:
+    """Number and bytes, with the copies for domains: what is compared with the space that is free."""
+    size = len(plans)
+    split = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    domains = [[r for r in range(size) if split[r] == d] for d in sorted(set(split))]
+    world = world_of(_table(plans), domains=domains)
+    starts = world.table.starts.tolist()
+    mine = [
+        [
+            item
+            for item, is_own in zip(plan.items, world.writes[a:b].tolist(), strict=True)
+            if is_own
+        ]
+        for plan, a, b in zip(plans, starts[:-1], starts[1:], strict=True)
+    ]
+    assert world.written == (
+        [len(items) for items in mine],
+        [sum(map(item_bytes, items)) for items in mine],
+    )

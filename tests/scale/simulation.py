@@ -50,8 +50,8 @@ from ckptfs.commit.session import Place, RunSession, agree_uri, start_session
 from ckptfs.control.control import Control
 from ckptfs.dcp.planning.save_planner import SavePlanner
 from ckptfs.dcp.planning.state_dicts import LocalFacts
-from ckptfs.dcp.saving import check_space
-from ckptfs.dcp.write.pipeline import finish_save, plan_save, write
+from ckptfs.dcp.saving import WriteOptions, plan_at
+from ckptfs.dcp.write.pipeline import finish_save, write
 from ckptfs.errors import StateError
 from ckptfs.retention.deletion import Retirer
 from ckptfs.retention.policy import Keep
@@ -233,9 +233,8 @@ def _save(run: Run, sizes: Sizes, step: int) -> None:
     control, storage = session.control, session.storage
     target = agree_uri(control, str(storage.uri(f"step_{step}")))
     domains = {d.id: d.ranks for d in session.placement.domains}
-    planned = plan_save(Shard(sizes), control, domains=tuple(domains.values()))
-    check_space(session, planned, 1, required=False)
     attempt = Attempt(session, SaveSpec(target.name, step, run=run.generation))
+    planned, _ = plan_at(Shard(sizes), session, attempt, WriteOptions(threads=1))
     attempt.begin()
     attempt.commit(
         lambda: write(

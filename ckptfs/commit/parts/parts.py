@@ -16,7 +16,7 @@ older and not among the committed ones was given up or deleted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptfs.commit.decisions import Refusal, may_fence, may_seal_part
@@ -34,6 +34,7 @@ from ckptfs.commit.save.sealing import seal_everywhere
 from ckptfs.commit.save.spec import SaveSpec, fresh_ids, fresh_save_id
 from ckptfs.commit.session import RunSession, View
 from ckptfs.commit.state import committed, part_name, promised_here
+from ckptfs.control.messages import Stage
 from ckptfs.control.world import World
 from ckptfs.errors import CommitConflictError, FencedError, StateError
 from ckptfs.storage.base import Capabilities
@@ -275,6 +276,11 @@ class PartAttempt(Attempt):
         """
         self._state = apply_everywhere(self.session, self._part_plan.word)
         super().begin()
+
+    def survey_ahead(self, *, is_due: Callable[[], bool]) -> Stage | None:
+        """Return None: the survey comes after every domain has applied the ticket's word."""
+        del is_due
+        return None
 
     def _survey(self, ids: Collection[str] = ()) -> View | None:
         # The outcome of the whole is looked up by its id.

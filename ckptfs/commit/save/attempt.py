@@ -2,6 +2,7 @@
 
     rank 0 .. n-1   begin()                       owners          coordinator
       |               survey  ------------------> fold logs ----> check the name; base, seq, save_id
+      |                       (of a held run: a stage of the step before, see survey_ahead)
       |               begin   ------------------> make attempts/<id>/<id>/, attempt.json
       |               confirm   one process per node reads the record through its own path
       |             (the caller writes any files below .prefix)
@@ -62,9 +63,17 @@ from ckptfs.commit.save.spec import (
     SmallFile,
     WrittenPart,
 )
-from ckptfs.commit.session import RunSession, View, collect_views, naming, step_with_views
+from ckptfs.commit.session import (
+    RunSession,
+    View,
+    collect_views,
+    finish_with_views,
+    naming,
+    stage_with_views,
+    step_with_views,
+)
 from ckptfs.commit.state import pieces
-from ckptfs.control.messages import apart
+from ckptfs.control.messages import Stage, apart
 from ckptfs.errors import (
     CkptfsError,
     CommitConflictError,
@@ -127,6 +136,13 @@ class _Finished:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# What a rank sends in the survey: name, step and kind of its save, and the log of its domain.
+_Look = tuple[tuple[str, int | None, str], View | None]
+
+
+def _view_in(look: _Look) -> View | None:
+    return look[1]
+
 
 def _logged(
     method: Callable[Concatenate[Attempt, P], R],
@@ -161,6 +177,7 @@ class Attempt:
         self._owner = session.placement.is_owner
         self._state: LogState | None = None
         self._plan: SavePlan | None = None
+        self._surveyed: object = None  # the answer of survey_ahead()
         self._keys: AttemptKeys | None = None
         self._foreign: str | None = None
         self._stood: bytes | None = None  # what the name holds, if read with the log
@@ -289,14 +306,43 @@ class Attempt:
         add_fields(save_id=save_id)
         self._began = True
 
+    def survey_ahead(self, *, is_due: Callable[[], bool]) -> Stage | None:
+        """Return the survey as a stage of a step before ``begin``, which then makes none.
+
+        None if the save holds no run: its survey makes directories, and must come after all that
+        may refuse the save.
+
+        is_due: Whether the stages before it decided, on the coordinator. If not, nothing is decided
+            here either, and the step is made again.
+        """
+        if self.spec.run is None:
+            return None
+        stage = stage_with_views("survey", self._look, _view_in, self._agree)
+
+        def decide(answers: list[_Look]) -> object:
+            if not is_due():
+                return None
+            try:
+                return stage.decide(answers)
+            except CommitConflictError as error:
+                return error  # a value: begin() raises it, or frees the name
+
+        return Stage(stage.label, stage.local, decide)
+
+    def surveyed(self, answer: object) -> None:
+        """Take the answer of ``survey_ahead``. The next ``begin`` uses it."""
+        self._surveyed = answer
+
+    def _look(self, ids: Collection[str]) -> _Look:
+        return self._own_plan, self._survey(ids)
+
     def _planned_together(self) -> SavePlan:
-        return step_with_views(
-            self.session.control,
-            "survey",
-            lambda ids: (self._own_plan, self._survey(ids)),
-            lambda answers: answers[1],
-            self._agree,
-        )
+        control, (answer, self._surveyed) = self.session.control, (self._surveyed, None)
+        if isinstance(answer, CommitConflictError):
+            raise answer
+        if answer is not None:
+            return finish_with_views(control, "survey", self._look, self._agree, answer)
+        return step_with_views(control, "survey", self._look, _view_in, self._agree)
 
     def _free_name(self) -> bool:
         """Whether a taken name is free because its save was removed by hand. Collective.
@@ -357,9 +403,7 @@ class Attempt:
     def _own_plan(self) -> tuple[str, int | None, str]:
         return self.spec.name, self.spec.step, self.spec.artifact.value
 
-    def _agree(
-        self, answers: Sequence[tuple[tuple[str, int | None, str], View | None]]
-    ) -> SavePlan:
+    def _agree(self, answers: Sequence[_Look]) -> SavePlan:
         """Return the plan if all ranks mean one save.
 
         Half of step 10 together with half of step 11 would be neither.

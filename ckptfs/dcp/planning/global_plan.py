@@ -328,6 +328,18 @@ class World:
         a, b = self.table.starts[rank : rank + 2]
         return np.packbits(self.writes[a:b]).tobytes()
 
+    @cached_property
+    def written(self) -> tuple[list[int], list[int]]:
+        """For every rank the number of items that it writes, and the bytes of their tensors."""
+        table, rows = self.table, np.flatnonzero(self.writes)
+        lengths = table.boxes(table.lengths, rows)
+        lengths[np.arange(lengths.shape[1]) >= table.dims[rows][:, None]] = 1
+        sizes = np.prod(lengths, axis=1, dtype=np.int64) * table.itemsizes[table.shapes[rows]]
+        counts, totals = np.zeros((2, len(table.starts) - 1), np.int64)
+        np.add.at(counts, table.ranks[rows], 1)
+        np.add.at(totals, table.ranks[rows], sizes)
+        return counts.tolist(), totals.tolist()
+
     def indexes(self) -> tuple[tuple[MetadataIndex, ...], ...]:
         """Return for every rank the items that it writes, as the metadata names them."""
         return tuple(

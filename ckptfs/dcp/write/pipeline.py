@@ -45,7 +45,7 @@ from ckptfs.commit.delete.shared_data import stock_path
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.save.spec import SmallFile, WrittenPart
 from ckptfs.control.control import Control
-from ckptfs.control.messages import apart
+from ckptfs.control.messages import Stage, apart
 from ckptfs.dcp.metadata.metadata_writer import (
     PLACED,
     Described,
@@ -96,6 +96,7 @@ __all__ = [
     "PlanMemory",
     "PlanMessage",
     "PlannedSave",
+    "SavePlanning",
     "decide",
     "decode_placed",
     "encode_placed",
@@ -374,6 +375,83 @@ class PlannedSave:
         return resolve
 
 
+class SavePlanning:
+    """The plan of one save on one rank, as a stage of a step that all ranks make.
+
+    Args: as for ``plan_save``.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any] | Share,
+        control: Control,
+        *,
+        per_rank: Sequence[str] = (),
+        planner: SavePlanner | None = None,
+        domains: Sequence[Sequence[int]] = (),
+        memory: PlanMemory | None = None,
+    ) -> None:
+        self._started = time.perf_counter()
+        self._share: Share = (
+            LiveShare(state_dict, planner or SavePlanner(compare_ranks=control.size > 1))
+            if isinstance(state_dict, Mapping)
+            else state_dict
+        )
+        self._rank = control.rank
+        self._per_rank = per_rank
+        self._domains = domains
+        self._memory = PlanMemory() if memory is None else memory
+        self._own: tuple[SavePlan, PlanMessage] | None = None
+        self.described: Described | None = None  # on the coordinator, once it has decided
+
+    @property
+    def stage(self) -> Stage:
+        """The stage. To make it again sends the whole plan."""
+        # The user's state_dict() may talk to the other ranks: they would wait for one that failed before.
+        return Stage("plan the save", self._message, self._decide, always=True)
+
+    def _message(self) -> bytes:
+        if self._own is not None:
+            return self._own[1].whole
+        plan = self._share.plan(self._rank, self._per_rank)  # it may call the user's state_dict()
+        with gc_paused():
+            message = PlanMessage.of(plan)
+        self._own = plan, message
+        return message.short if message.digest == self._memory.agreed else message.whole
+
+    def _decide(self, received: list[bytes]) -> tuple[bool, bytes]:
+        lowest = self._share.planner.dedup_save_to_lowest_rank
+        with gc_paused():
+            described = decide(received, self._memory, domains=self._domains, to_lowest_rank=lowest)
+        if described is None:
+            return apart(False)  # noqa: FBT003 - not decided
+        self.described = described
+        return apart(True, [described.world.bitmap(rank) for rank in range(len(received))])  # noqa: FBT003
+
+    def planned(self, answer: tuple[bool, bytes]) -> PlannedSave | None:
+        """Return the planned save, or None: the coordinator does not know the structure that belongs to
+        some hash any more, so the stage has to be made again.
+        """
+        decided, bitmap = answer
+        if not decided or self._own is None:
+            return None
+        plan, message = self._own
+        self._memory.agreed = message.digest
+        keep = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=len(plan.items))
+        items = tuple(itertools.compress(plan.items, keep.tolist()))
+        # Only keys that per_rank matches have another name than the planner uses.
+        known_as = [original_item(item, self._rank) for item in items] if self._per_rank else items
+        self._share.take_on(known_as)
+        return PlannedSave(
+            rank=self._rank,
+            items=items,
+            share=self._share,
+            plan_s=time.perf_counter() - self._started,
+            size_bytes=sum(map(item_bytes, items)),
+            described=self.described,
+        )
+
+
 def plan_save(
     state_dict: Mapping[str, Any] | Share,
     control: Control,
@@ -403,51 +481,14 @@ def plan_save(
         CollectiveError: Some ranks failed with a StateError; the same on every rank.
         StateError: The ranks disagree; the same on every rank.
     """
-    started = time.perf_counter()
-    share: Share
-    if isinstance(state_dict, Mapping):
-        share = LiveShare(state_dict, planner or SavePlanner(compare_ranks=control.size > 1))
-    else:
-        share = state_dict
-    memory = PlanMemory() if memory is None else memory
-    held: list[tuple[SavePlan, PlanMessage]] = []
-    known: list[Described] = []
-
-    def local() -> bytes:
-        plan = share.plan(control.rank, per_rank)  # this may call the user's state_dict()
-        with gc_paused():
-            message = PlanMessage.of(plan)
-        held.append((plan, message))
-        return message.short if message.digest == memory.agreed else message.whole
-
-    def decide_all(received: list[bytes]) -> tuple[bool, bytes]:
-        lowest = share.planner.dedup_save_to_lowest_rank
-        with gc_paused():
-            described = decide(received, memory, domains=domains, to_lowest_rank=lowest)
-        if described is None:
-            return apart(False)  # noqa: FBT003 - not decided
-        known.append(described)
-        return apart(True, [described.world.bitmap(rank) for rank in range(len(received))])  # noqa: FBT003
-
-    decided, bitmap = control.step("plan the save", local, decide_all)
-    plan, message = held[0]
-    if not decided:
-        # The coordinator does not know the structure that belongs to some hash any more.
-        _, bitmap = control.step("plan the save", lambda: message.whole, decide_all)
-    memory.agreed = message.digest
-    keep = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=len(plan.items))
-    items = tuple(itertools.compress(plan.items, keep.tolist()))
-    # Only keys that per_rank matches have another name than the planner uses.
-    known_as = [original_item(item, control.rank) for item in items] if per_rank else items
-    share.take_on(known_as)
-    return PlannedSave(
-        rank=control.rank,
-        items=items,
-        share=share,
-        plan_s=time.perf_counter() - started,
-        size_bytes=sum(map(item_bytes, items)),
-        described=known[0] if known else None,
+    planning = SavePlanning(
+        state_dict, control, per_rank=per_rank, planner=planner, domains=domains, memory=memory
     )
+    while True:
+        stage = planning.stage
+        planned = planning.planned(control.step(stage.label, stage.local, stage.decide))
+        if planned is not None:
+            return planned
 
 
 def write(
