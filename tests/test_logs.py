@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ckptfs
+from ckptfs.events import SaveResult
 from ckptfs.storage.inflight import FIELDS, LOGGERS, add_fields, log_fields, with_task
 from ckptfs.storage.threads import Threads
 from ckptfs.testing.world import simulate
@@ -149,3 +150,23 @@ def test_threads_that_work_for_a_save_say_so(lines: io.StringIO) -> None:
         other.join(60)
     found = sorted((one["step"] or 0, one["save_id"] or "") for one in _records(lines))
     assert found == [(0, ""), (3, "s"), (3, "s")]
+
+
+def test_records_of_retention_and_copies_say_of_which(lines: io.StringIO, tmp_path: Path) -> None:
+    """What runs after the commit, on threads too, is about a save that was committed earlier."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    with ckptfs.CheckpointManager(run, keep_latest=1, copies=[copy]) as manager:
+        results = [manager.save(step, STATE) for step in (1, 2)]
+        manager.wait()
+    ids = [result.save_id for result in results if isinstance(result, SaveResult)]
+    found = {
+        (one["logger"], one["step"]): one for one in _records(lines) if one["step"] is not None
+    }
+    for key, save_id in (
+        (("ckptfs.replication", 1), ids[0]),
+        (("ckptfs.replication", 2), ids[1]),
+        (("ckptfs.retention", 1), ids[0]),
+    ):
+        assert (found[key]["run"], found[key]["rank"]) == (f"file://{run}", 0)
+        assert found[key]["save_id"] == save_id
+    assert all(one["run"] for one in _records(lines)), lines.getvalue()

@@ -70,6 +70,7 @@ from ckptfs.replication.backlog import Every, One, Policy, Reached, Todo, plan_c
 from ckptfs.replication.checkpoint_copy import Manner, copy_checkpoint, copy_parts
 from ckptfs.retention.deletion import Backoff, Clock, Retirer, Tell
 from ckptfs.retention.policy import Keep
+from ckptfs.storage.inflight import log_fields
 from ckptfs.topology.storage_domains import Scope
 from ckptfs.uri import Uri, options_of
 
@@ -193,7 +194,9 @@ class Drain:
             return turn.waits
         left = [one.seal.name for one in copies]
         for one in copies:
-            if not self._copy(one, run, views):
+            with log_fields(step=one.seal.step, save_id=one.seal.save_id):
+                copied = self._copy(one, run, views)
+            if not copied:
                 break
             left.pop(0)
         return tuple(left)
@@ -629,6 +632,10 @@ class Copier:
 
     def serve(self, turn: _Turn) -> None:
         """Run one round on the copier's thread."""
+        with log_fields(run=str(self._source.storage.root), rank=self._control.rank):
+            self._serve(turn)
+
+    def _serve(self, turn: _Turn) -> None:
         turn.left.append(str(self._source.storage.root))
         try:
             if not self._apart:

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckptfs.commit.decisions import (
     BY_NAME,
@@ -60,6 +60,7 @@ from ckptfs.retention.policy import (
     plan_retention,
     short_of,
 )
+from ckptfs.storage.inflight import log_fields
 
 __all__ = ["Backoff", "Clock", "Eraser", "Retirer", "Tell", "failure_of"]
 
@@ -151,7 +152,7 @@ class Eraser:
             self._arm(now)
         for pending in ready:
             what = f"removing {pending.seal.name}"
-            self._background.submit(what, lambda d=pending: self._erase(d))  # type: ignore[misc]
+            self._background.submit(what, lambda d=pending: self._erase_one(d))  # type: ignore[misc]
 
     def _arm(self, now_s: float) -> None:
         """Set one timer, for the first grace that ends."""
@@ -167,6 +168,10 @@ class Eraser:
         with self._lock:
             self._timer = None
         self.go_on()
+
+    def _erase_one(self, pending: _PendingDelete) -> None:
+        with log_fields(**_fields_of(self._run.session, pending.seal)):
+            self._erase(pending)
 
     def _erase(self, pending: _PendingDelete) -> None:
         session, seal = self._run.session, pending.seal
@@ -322,11 +327,12 @@ class Retirer:
         CkptfsError.
         """
         retained = None
-        try:
-            retained = self._retain(session, roots, at)
-            self._tell(retained)
-        except CkptfsError as error:
-            logger.warning("retention failed and tries again after the next commit: %s", error)
+        with log_fields(**_fields_of(session)):
+            try:
+                retained = self._retain(session, roots, at)
+                self._tell(retained)
+            except CkptfsError as error:
+                logger.warning("retention failed and tries again after the next commit: %s", error)
         if self._eraser is not None:
             self._adopt_unsure(self._eraser)
             self._eraser.go_on(again=True)
@@ -407,7 +413,8 @@ class Retirer:
             if any(refusals):
                 raise StateError(f"{victim.seal.name} has just been pinned or used", uri=where)
 
-        session.control.step("delete.enter", enter, judge)
+        with log_fields(**_fields_of(session, victim.seal)):
+            session.control.step("delete.enter", enter, judge)
         if self._eraser is not None:
             self._eraser.go_on()
 
@@ -446,7 +453,7 @@ class Retirer:
             short = short_of(size_bytes, self._keep, space.free_bytes, self._held())
             if short:
                 text, level = f"{text}; {short} bytes more than are free", logging.WARNING
-        logger.log(level, "%s: %s", session.storage.root, text)
+        logger.log(level, "%s: %s", session.storage.root, text, extra=_fields_of(session))
         return text
 
     def _held(self) -> int:
@@ -514,7 +521,11 @@ class Retirer:
         batch = frozenset(victim.seal.save_id for victim in verdict.victims)
         todo = [(g, batch) for g in verdict.victims] + [(g, frozenset()) for g in verdict.halfway]
         for victim, ids in todo:
-            if _holds(session, victim.seal.save_id) and not self._enter(session, victim, ids):
+            if not _holds(session, victim.seal.save_id):
+                continue
+            with log_fields(**_fields_of(session, victim.seal)):
+                entered = self._enter(session, victim, ids)
+            if not entered:
                 return
 
     def _pass_on(self, session: RunSession, old: str, new: str) -> None:
@@ -598,6 +609,12 @@ class Retirer:
 
 
 # -- small things ---------------------------------------------------------------------------
+
+
+def _fields_of(session: RunSession, seal: Seal | None = None) -> dict[str, Any]:
+    """Return the fields of log records about a save; without a seal, about the run."""
+    fields: dict[str, Any] = {"run": str(session.storage.root), "rank": session.control.rank}
+    return fields if seal is None else {**fields, "step": seal.step, "save_id": seal.save_id}
 
 
 def _views(reports: Sequence[_RankReport]) -> dict[str, LogState]:
