@@ -159,6 +159,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [why for link in _links(_tokens(page)) if (why := _broken(link, page))] == []
 
 
+def test_the_readme_is_short() -> None:
+    """At most 700 words, as ``wc -w`` counts them: the rest has pages of its own."""
+    assert len((ROOT / "README.md").read_text().split()) <= 700
+
+
 def test_make_targets_in_the_docs_exist() -> None:
     """What a page tells a contributor to make is in the Makefile."""
     rules = re.findall(r"^([a-z0-9 -]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
