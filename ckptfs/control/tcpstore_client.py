@@ -51,6 +51,7 @@ from typing import Any, TypeVar
 
 from ckptfs import _torch
 from ckptfs.errors import CkptfsError, ControlPlaneLostError, StateError
+from ckptfs.text import size_text
 
 __all__ = [
     "CHUNK_BYTES",
@@ -493,8 +494,8 @@ def _put_tail(store: Any, place: str, data: bytes) -> bytes:
     count = _count(data)
     if count > _MOST_CHUNKS:
         raise StateError(
-            f"a rank would send {len(data) >> 20} MiB to the others, but {_MOST_CHUNKS} is "
-            "the limit",
+            f"a rank would send {size_text(len(data))} to the others, but "
+            f"{size_text(_MOST_CHUNKS * CHUNK_BYTES)} is the limit",
             hint="save fewer or larger items: the plan of the save is too large",
         )
     view = memoryview(data)

@@ -30,7 +30,8 @@ __all__ = ["moto"]
 
 QUICK = ("--size", "1MiB")
 _NUMBERS = (
-    (r"\d[\d.e-]* (ms|s|MB/s|GB|TB|MB|kB)\b", r"<n> \1"),
+    (r"\d[\d.]* [kMGT]?B/s", "<n> MB/s"),
+    (r"\d[\d.e-]* (ms|s|GB|TB|MB|kB)\b", r"<n> \1"),
     (r"\d+ looks?", "<n> looks"),
     (r"\d+ free\b", "<n> free"),
     (r"(?m)^(\S+  quota  ).*$", r"\1<quota>"),

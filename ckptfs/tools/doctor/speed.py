@@ -220,7 +220,7 @@ def judge_bandwidth(answers: Sequence[Transfer], needs_bytes: int | None) -> Fin
 
 def _of(name: str, total_bytes: int, duration_s: float, how: str) -> Finding:
     rate = total_bytes / max(duration_s, 1e-9)
-    text = f"{rate / 1e6:.0f} MB/s ({how})"
+    text = f"{size_text(rate)}/s ({how})"
     data = {"bytes_per_s": rate, "bytes": total_bytes, "seconds": duration_s}
     if rate >= _SLOW_BYTES_PER_S or duration_s < _LONG_S:
         return Finding(name, Theme.SPEED, Verdict.OK, text, data=data)
