@@ -24,7 +24,7 @@ __all__ = ["build", "first_example", "foreign_in_wheel", "missing_from_sdist", "
 
 ROOT = Path(__file__).resolve().parents[1]
 # Extras for work on ckptfs itself: `make` installs them, nobody else does.
-OURS = frozenset({"bench", "dev", "docs", "lab", "test"})
+OURS = frozenset({"dev", "docs", "lab", "test"})
 # What a wheel may hold beside the package.
 _METADATA = re.compile(
     r"ckptfs-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|licenses/LICENSE)"
