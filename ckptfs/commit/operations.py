@@ -162,9 +162,10 @@ class WriteFiles:
 
 @dataclass(frozen=True, slots=True)
 class MakeDir:
-    """-> None; existing is success"""
+    """-> None; existing is success. Without ``is_synced`` its name is durable after Sync of its parent."""
 
     key: str
+    is_synced: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +315,8 @@ def perform(op: Op, storage: Storage) -> Any:
             return None
         case WriteFiles(folder, files):
             return storage.write_files(folder, dict(files))
-        case MakeDir(key):
-            return storage.make_dir(key)
+        case MakeDir(key, is_synced):
+            return storage.make_dir(key) if is_synced else storage.make_dir_unsynced(key)
         case Rename(source, target):
             return storage.rename(source, target)
         case Link(source, target):

@@ -505,6 +505,14 @@ class Storage(ABC):
             key: The directory.
         """
 
+    def make_dir_unsynced(self, key: str) -> None:
+        """As ``make_dir``, but the name of the directory itself is not durable before ``sync`` of its parent.
+
+        Args:
+            key: The directory.
+        """
+        self.make_dir(key)
+
     @abstractmethod
     def rename(self, source: str, target: str) -> None:
         """Move a file or a directory in one step.

@@ -82,6 +82,29 @@ def test_a_claim_that_failed_is_nobody_s(tmp_path: Path) -> None:
     rig.values(rig.sessions(rig.TWO_DOMAINS, base, take, job="two"))
 
 
+@pytest.mark.parametrize("layout", [rig.SOLO, rig.TWO_DOMAINS], ids=["one", "two"])
+def test_an_attempt_that_lost_its_data_directory_is_cleared(
+    tmp_path: Path, layout: rig.Layout
+) -> None:
+    """A power cut took it. A living process makes it before any other file, so this one has died. The log says
+    that it is aborted, before its bytes go. A directory of another name is not ours, and stays.
+    """
+    base, save_id = str(tmp_path), "20260101T000000-abcdefabcdef"
+    rig.values(rig.sessions(layout, base, lambda session: claim(session).release(), job="one"))
+    for path in layout.directories(base).values():
+        for name in (save_id, "foreign"):
+            os.makedirs(f"{path}/{ATTEMPTS}/{name}")
+            Path(f"{path}/{ATTEMPTS}/{name}/.metadata").write_bytes(b"data")
+
+    def take(session: RunSession) -> bool:
+        claim(session).release()
+        return drive(catch_up(), session.storage).save(save_id).aborted
+
+    assert all(rig.values(rig.sessions(layout, base, take, job="two")))
+    for path in layout.directories(base).values():
+        assert os.listdir(f"{path}/{ATTEMPTS}") == ["foreign"]
+
+
 @pytest.mark.parametrize("file", [None, "__0_0.distcp"], ids=["empty", "data"])
 @pytest.mark.parametrize("layout", [rig.SOLO, rig.TWO_DOMAINS], ids=["one", "two"])
 def test_an_aborted_attempt_without_its_record_is_cleared(

@@ -25,6 +25,7 @@ from tests.model.lying import committed_disk
 from tests.model.programs import What, ids
 
 LATE = What("late", gen=G1)
+MOVING = What("20260101T000000-aaaaaaaaaaaa", gen=G2)
 
 
 def _judged(storage: Storage) -> Recovery:
@@ -51,6 +52,42 @@ def test_bytes_stay_where_the_abort_came_too_late() -> None:
     assert not drive(catch_up(), storage).save("late").aborted
     assert storage.read("s1/late/__A_0.distcp") == LATE.data("A")
     assert storage.read("s1/.metadata") == LATE.metadata
+
+
+def test_files_without_their_data_stay_where_the_save_was_sealed_and_is_moving() -> None:
+    """Its writer moved the data into a step that was there, and the seal came after our look at the log: what
+    looks like the remains of a power cut is the rest of a projection.
+    """
+    storage = memory()
+    write(storage, [fence(G1), fence(G2)])
+    storage.make_dir(ATTEMPTS)
+    drive(begin(MOVING.keys, G2), storage)
+    storage.replace(f"{MOVING.keys.data}/__A_0.distcp", MOVING.data("A"))
+    drive(prepare(MOVING.keys, MOVING.small()), storage)
+    storage.make_dir("s1")
+    storage.rename(MOVING.keys.data, f"s1/{MOVING.save_id}")
+    plan = plan_recovery({"A": drive(report("A", G2, storage.capabilities), storage)}, G2)
+    assert [record.save_id for record in plan.abort] == [MOVING.save_id]
+    write(storage, [MOVING.seal(G2, 1)])
+    drive(settle(plan, "A", G2, storage.capabilities, ids=ids("r")), storage)
+    assert not drive(catch_up(), storage).save(MOVING.save_id).aborted
+    assert storage.read(f"s1/{MOVING.save_id}/__A_0.distcp") == MOVING.data("A")
+    drive(
+        project(MOVING.seal(G2, 1), {"A": drive(catch_up(), storage)}, "A", storage.capabilities),
+        storage,
+    )
+    assert storage.read("s1/.metadata") == MOVING.metadata
+
+
+def test_an_attempt_under_our_own_fence_without_a_file_is_left_alone() -> None:
+    """It has its first directory, or both of them: its process may live, and writes the record next."""
+    storage = memory()
+    write(storage, [fence(G1), fence(G2)])
+    first, second = "20260101T000000-aaaaaaaaaaaa", "20260101T000000-bbbbbbbbbbbb"
+    for folder in (first, f"{second}/{second}"):
+        storage.make_dir(f"{ATTEMPTS}/{folder}")
+    plan = plan_recovery({"A": drive(report("A", G2, storage.capabilities), storage)}, G2)
+    assert not plan.abort
 
 
 def test_an_attempt_of_an_older_owner_is_aborted_and_removed() -> None:

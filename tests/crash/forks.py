@@ -200,11 +200,13 @@ class Sites:
         site = f"{call.site} {_plain(call.path, self._base)}"
         # The directory of files that are written together is told apart like one that is synced alone.
         site = site.removeprefix("write_files>")
+        # Both come through one line of make_dirs.
+        site = site.replace("make_dir_unsynced>", "make_dir>")
         if site.startswith("sync>"):
             with self._lock:
                 self._seen[site] += 1
                 return f"{site} #{self._seen[site]}"
-        return site if "make_dirs" in call.site else call.site
+        return site if "make_dirs" in site else call.site
 
 
 # -- the warmed process -------------------------------------------------------------------------

@@ -39,7 +39,7 @@ ENDS = {"claim": {"new"}, "abandoned": {"new"}}  # old and new are one there
 @pytest.mark.parametrize(
     ("scenario", "layout", "stride", "luck"),
     [
-        ("birth", SOLO, 11, (0,)),
+        ("birth", SOLO, 9, (0,)),
         ("fresh", SOLO, 3, (0,)),
         ("fresh", ONE_DOMAIN, 23, (0, 1)),
         ("fenced", SOLO, 19, (0, 1)),
@@ -80,7 +80,6 @@ STAY = {
     "sync>sync_dir /deep/run/.ckptfs/attempts #2": "one line",
     # Further keys of the line in make_dirs that the first and the last of these prove.
     "make_dir>make_dirs>sync_dir /deep/run/.ckptfs/attempts": "one line",
-    "make_dir>make_dirs>sync_dir /deep/run/.ckptfs/attempts/<save>": "one line",
     "make_dir>make_dirs>sync_dir /deep/run/.ckptfs/trash": "one line",
 }
 # Where to look first; any other scenario and luck is searched after it.

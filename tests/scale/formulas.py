@@ -64,7 +64,7 @@ _SHARED = {
     "prepare": "create 2, link 1, list 6, mkdir 6, open R+4, open dir N+14, rename 1, stat 1, sync 2,"
     " sync dir 9, unlink 1, utime 2",
     "save": "create 2R+6, link 1, mkdir 2, open N+4, open dir R+2N+7, rename 2R+6, stat 1, statvfs 1,"
-    " sync 2R+6, sync dir R+6, unlink 1, utime 1",
+    " sync 2R+6, sync dir R+5, unlink 1, utime 1",
     "retain": "create 2, link 2, list 1, open 12, open dir 11, rename 4, rmdir 3, stat 2, sync 2,"
     " sync dir 6, unlink 2R+7, utime 2",
     "release": "create 1, link 1, open 1, open dir 2, sync 1, sync dir 1, unlink 1, utime 1",
@@ -79,7 +79,7 @@ _LOCAL = {
     "prepare": "create 2N, link N, list 6N, mkdir 6N, open R+4N, open dir 15N, rename N, stat N, sync 2N,"
     " sync dir 9N, unlink N, utime 2N",
     "save": "create 2R+7N, link 2N, mkdir 2N, open 6N, open dir R+11N, rename 2R+6N, stat N, statvfs N,"
-    " sync 2R+7N, sync dir R+7N, unlink 2N, utime N",
+    " sync 2R+7N, sync dir R+6N, unlink 2N, utime N",
     "retain": "create 2N, link 2N, list N, open 12N, open dir 11N, rename 4N, rmdir 3N, stat 2N, sync 2N,"
     " sync dir 6N, unlink 2R+7N, utime 2N",
     "release": "create N, link N, open N, open dir 2N, sync N, sync dir N, unlink N, utime N",

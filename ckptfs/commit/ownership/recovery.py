@@ -39,7 +39,7 @@ from ckptfs.commit.ownership.recovery_plan import (
     is_released,
     plan_recovery,
 )
-from ckptfs.commit.paths import ATTEMPTS, CONTROL, LOG, AttemptKeys
+from ckptfs.commit.paths import ATTEMPTS, CONTROL, LOG, AttemptKeys, is_save_id
 from ckptfs.commit.save.projection import names_saved_twice, project_all
 from ckptfs.commit.state import (
     Standing,
@@ -110,7 +110,10 @@ def read_record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
     key = AttemptKeys(caps.shape, "?", save_id).record
     try:
         stored = decode_record((yield Read(key)))
-    except (NotFoundError, ValueError):  # ManifestError and SchemaError among them
+    except NotFoundError:
+        has_none = yield from _has_no_data_directory(save_id, caps)
+        return AttemptRecord(save_id, "", None, has_no_data_directory=has_none)
+    except ValueError:  # ManifestError and SchemaError among them
         return AttemptRecord(save_id, "", None)
     name, of = stored.name, stored.of
     base = stored.part_base if of else stored.base
@@ -121,6 +124,17 @@ def read_record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
         logger.warning("%s names %r, which is not a checkpoint: ignored", key, name[:200])
         return AttemptRecord(save_id, "", None)
     return AttemptRecord(save_id, name, base, of, stored.home)
+
+
+def _has_no_data_directory(save_id: str, caps: Capabilities) -> Program[bool]:
+    """Whether an attempt has files, but not its data directory: see ``AttemptRecord``."""
+    if caps.shape is Shape.OBJECT or not is_save_id(save_id):
+        return False  # a directory of another name is none of ours
+    try:
+        names = [entry.name for entry in (yield List(f"{ATTEMPTS}/{save_id}"))]
+    except NotFoundError:
+        return False
+    return bool(names) and save_id not in names
 
 
 def settle(

@@ -52,6 +52,8 @@ class AttemptRecord:
             died before its first byte.
         of: For a part, the id of the whole.
         home: For a part, the domain that decides over it.
+        has_no_data_directory: Whether the attempt has files, but not the directory that a living process
+            makes before them and moves only after the seal: a power cut has taken it away.
     """
 
     save_id: str
@@ -59,6 +61,15 @@ class AttemptRecord:
     base: Generation | None
     of: str = ""
     home: str = ""
+    has_no_data_directory: bool = False
+
+    def may_be_aborted(self, holder: Generation) -> bool:
+        """Whether the attempt is older than the fence of ``holder``, or has no process any more.
+
+        An attempt under the holder's own fence or a newer one is not its to abort. A missing record says
+        nothing about the base.
+        """
+        return self.has_no_data_directory or (self.base is not None and self.base < holder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +190,7 @@ def plan_recovery(
                 elif part is not None:
                     name = part_name(part.name, part.part)
                     known = AttemptRecord(save_id, name, part.base, part.of, part.home)
-                # Began under our own fence or a newer one: not ours to abort. A missing record
-                # says nothing about its base.
-                if known is None or known.base is None or not known.base < holder:
+                if known is None or not known.may_be_aborted(holder):
                     continue
                 if seal is None and save_id in keep:
                     continue

@@ -96,7 +96,9 @@ def begin(
     record = encode_record(keys.save_id, keys.name, base, of=of, home=home, replaces=replaces)
     home, attempt = keys.record.rsplit("/", 1)[0], 0
     while True:
-        yield MakeDir(home)
+        # ``prepare`` syncs its name. After a power cut before that, either nothing of the attempt is left, or
+        # the data directory is missing, by which recovery knows that it died.
+        yield MakeDir(home, is_synced=False)
         try:
             yield Write(keys.record, record)
             break

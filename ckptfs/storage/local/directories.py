@@ -128,7 +128,9 @@ class DurableDirs:
                 self._known.pop(known, None)
 
 
-def make_dirs(posix: Posix, path: str, root: str, durable: DurableDirs) -> None:
+def make_dirs(
+    posix: Posix, path: str, root: str, durable: DurableDirs, *, is_synced: bool = True
+) -> None:
     """Make ``path`` and its missing ancestors. The names from ``root`` down to ``path`` are durable then.
 
     Directories that existed are synced, too: their maker may not have come to its own fsync, and bytes that
@@ -140,6 +142,7 @@ def make_dirs(posix: Posix, path: str, root: str, durable: DurableDirs) -> None:
         path: The directory.
         root: The directory of the storage.
         durable: What this process has made durable; it learns what this call adds.
+        is_synced: Whether the name of ``path`` itself is made durable; if not, only the names above it are.
     """
     with ExitStack() as held:
         made = list[str]()
@@ -147,7 +150,7 @@ def make_dirs(posix: Posix, path: str, root: str, durable: DurableDirs) -> None:
             held.close()
             made = _make(posix, path)
         synced = dict[str, Identity]()
-        below = path
+        below = path if is_synced or path == root else parent_of(path)
         while below != root:
             below = parent_of(below)
             identity = sync_dir(posix, below)

@@ -384,6 +384,12 @@ class LocalStorage(Storage):
             make_dirs(self._posix, path, self._directory, self._durable)
         self._probe_once(path, self.uri(key))
 
+    def make_dir_unsynced(self, key: str) -> None:
+        path = self._write_path(key)
+        with translated(self.uri(key), "make_dir"):
+            make_dirs(self._posix, path, self._directory, self._durable, is_synced=False)
+        self._probe_once(path, self.uri(key))
+
     def rename(self, source: str, target: str) -> None:
         source_path, target_path = self._write_path(source), self._write_path(target)
         if self.capabilities.shape is Shape.OBJECT:
