@@ -15,11 +15,11 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, overload
 
 from torch.distributed.checkpoint.stateful import Stateful
 
+from ckptfs.commit.catalog.catalog import Found
 from ckptfs.commit.catalog.locate import following, reading_session
 from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run
@@ -29,7 +29,7 @@ from ckptfs.commit.session import Place, RunSession, agree_uri, control_for, ope
 from ckptfs.control.control import Control, timeout_of
 from ckptfs.control.world import World
 from ckptfs.dcp.incremental.reuse import Unchanged
-from ckptfs.dcp.loading import load_at
+from ckptfs.dcp.loading import MetadataAhead, load_at
 from ckptfs.dcp.planning.state_dicts import as_state_dict
 from ckptfs.dcp.read.load_planner import Allow
 from ckptfs.dcp.saving import WriteOptions, plans_of, save_at, save_part
@@ -279,18 +279,23 @@ def load(
     with _control_of(run, process_group, timeout_s) as control:
         target = agree_uri(control, uri)
         with reading_session(target, control, place) as (session, name):
-            load = partial(
-                load_at,
-                state,
-                session,
-                target,
-                strict=strict,
-                allow=allow,
-                objects=objects,
-                verify=verify,
-                started=started,
-            )
-            return following(session, name, load)
+            metadata = MetadataAhead(session)
+
+            def load_found(found: Found) -> LoadResult:
+                return load_at(
+                    state,
+                    session,
+                    target,
+                    found,
+                    metadata,
+                    strict=strict,
+                    allow=allow,
+                    objects=objects,
+                    verify=verify,
+                    started=started,
+                )
+
+            return following(session, name, load_found, metadata.read)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Load a checkpoint that was found: what ``load`` and the manager's ``restore`` have in common.
 
-    inventory_of (step)  ->  plan_load (step)  ->  read (local)  ->  restore_stateful     -> LoadResult
+    inventory_of (in the step that finds it)  ->  plan_load (step)  ->  read (local)  ->  restore_stateful     -> LoadResult
 
 Every rank makes its own plan from the metadata. Ranks only exchange the keys that they request, so that all
 of them find a key that no rank requests. Loads are collective on the session's control, and only read.
@@ -55,6 +55,7 @@ from ckptfs.uri import Uri
 
 __all__ = [
     "Loadable",
+    "MetadataAhead",
     "load_at",
     "load_into",
     "plan_load",
@@ -270,11 +271,30 @@ class Loadable:
     hand_over: Callable[[], None]
 
 
+class MetadataAhead:
+    """The metadata of a checkpoint, which a rank reads in the step that finds the files."""
+
+    def __init__(self, session: RunSession) -> None:
+        self._session = session
+        self._held: list[Inventory] = []
+
+    def read(self, found: Found) -> None:
+        """Read it. Local."""
+        self._held[:] = [inventory_of(self._session.storage, found)]
+
+    def take(self, found: Found, *, is_read: bool) -> Inventory:
+        """Return it; if it was not read, read it now. Collective."""
+        if not is_read:
+            self._session.control.step("metadata", lambda: self.read(found))
+        return self._held.pop()
+
+
 def load_at(
     state_dict: dict[str, Any],
     session: RunSession,
     target: Uri,
     found: Found,
+    metadata: MetadataAhead | None = None,
     *,
     strict: bool = True,
     allow: Allow = (),
@@ -282,13 +302,14 @@ def load_at(
     verify: Literal["read", "off"] = "read",
     started: float | None = None,
 ) -> LoadResult:
-    """Load the checkpoint that ``locate`` found into ``state_dict``, in place. Collective.
+    """Load the checkpoint that ``following`` found into ``state_dict``, in place. Collective.
 
-    ``started`` is ``time.perf_counter()`` at the user's call. Errors are as for ``ckptfs.load``.
+    ``metadata`` was its ``visit``; None if nothing was read ahead. ``started`` is ``time.perf_counter()`` at the user's call. Errors are as for ``ckptfs.load``.
     """
     started = time.perf_counter() if started is None else started
-    held: list[Inventory] = []
-    session.control.step("metadata", lambda: held.append(inventory_of(session.storage, found)))
+    ahead = metadata or MetadataAhead(session)
+    # What has no log is found and checked first, see ``following``.
+    inventory = ahead.take(found, is_read=metadata is not None and found.seal is not None)
     flat: dict[str, Any] = {}
     receiver_keys: set[str] = set()
 
@@ -301,7 +322,7 @@ def load_at(
     with log_fields(**_fields(session.storage.root, session.control.rank, found)):
         been_read = _plan_and_read(
             unwrapped,
-            held.pop(),
+            inventory,
             session,
             target,
             found,

@@ -5,8 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import ckptfs
+from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.catalog.locate import following, reading_session
+from ckptfs.commit.session import Place, agree_uri
+from ckptfs.control.control import Control
+from ckptfs.dcp.loading import MetadataAhead, load_at
 from tests.scale.formulas import phase_table, save_table
+from tests.scale.lockstep import lockstep
 from tests.scale.simulation import Kind, Sizes, run_world
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
@@ -33,6 +41,33 @@ def test_a_held_save_makes_the_steps_of_the_page(tmp_path: Path) -> None:
     steps = run_world(Sizes(8, 4), Kind.SHARED, tmp_path)["save"].steps
     assert [step.label for step in steps] == listed
     assert f"A save has {_NUMBERS[len(listed)]} steps" in PAGE.read_text().replace("\n", " ")
+
+
+def test_a_load_makes_the_steps_of_the_page(tmp_path: Path) -> None:
+    """In their order; the plan comes before the read."""
+    ckptfs.save({"w": torch.zeros(4)}, tmp_path / "run" / "step_1")
+    ends, steps = lockstep(
+        2,
+        lambda control: _load_through(control, tmp_path / "run" / "step_1"),
+    )
+    for end in ends:
+        end.get()
+    page = " ".join(PAGE.read_text().split())
+    names = [step.label for step in steps]
+    assert f"A load has {_NUMBERS[len(names)]} steps: {', '.join(names)}." in page
+
+
+def _load_through(control: Control, target: Path) -> None:
+    at = agree_uri(control, target)
+    with reading_session(at, control, Place()) as (session, name):
+        metadata = MetadataAhead(session)
+        state = {"w": torch.ones(4)}
+
+        def load(found: Found) -> None:
+            load_at(state, session, at, found, metadata)
+
+        following(session, name, load, metadata.read)
+    assert not state["w"].any()
 
 
 _NUMBERS = {7: "seven", 8: "eight", 9: "nine", 10: "ten"}

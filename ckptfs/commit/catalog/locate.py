@@ -2,6 +2,7 @@
 
     look    one process per node folds its domain's log        -> the coordinator chooses the save
     find    every rank finds its files where they are now       -> found, or all ranks start again
+            (and reads the metadata there at once, for a load)
 
 An error of one rank during a step is raised on all of them at the end of the step.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,11 +44,12 @@ from ckptfs.commit.operations import drive, settled, side_by_side
 from ckptfs.commit.session import Place, RunSession, View, open_session, step_with_views
 from ckptfs.commit.state import part_name, piece, split_name
 from ckptfs.control.control import Control
-from ckptfs.control.rank_errors import collective_error, failure_of
+from ckptfs.control.rank_errors import collective_error, failure_of, log_left_out
 from ckptfs.control.world import World
 from ckptfs.errors import (
     CkptfsError,
     CollectiveError,
+    Failure,
     IncompleteCheckpointError,
     IntegrityError,
     ManifestError,
@@ -99,6 +101,13 @@ class _Miss:
     """This rank found nothing."""
 
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """This rank found its files, and could not read what it wants of them."""
+
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +179,19 @@ def locate(session: RunSession, name: str) -> Found:
         AmbiguousCheckpointError: Another program saved over it.
         StateError: It is a run.
     """
+    return _search(session, name)[0]
+
+
+def _search(
+    session: RunSession, name: str, visit: Callable[[Found], None] | None = None
+) -> tuple[Found, CollectiveError | None]:
+    """Find the files as ``locate`` does, and visit those of a save in the log in the same step. Collective.
+
+    Returns:
+        The files of this rank; and the error that ``visit`` ended with, the same on every rank.
+    """
     where = session.storage.uri(name)
+    visit_error: list[Exception] = []
     ahead: dict[str, Found | CkptfsError] = {}
 
     def look(ids: Collection[str] | None) -> _LogReport | None:
@@ -232,22 +253,27 @@ def locate(session: RunSession, name: str) -> Found:
         choice = chosen or session.control.step("look", lambda: look(None), choose)
         held: list[Found] = []
 
-        def here(choice: _Choice = choice, held: list[Found] = held) -> _Miss | _Changed | None:
+        def here(
+            choice: _Choice = choice, held: list[Found] = held
+        ) -> _Miss | _Changed | _Unread | None:
             found = look_for(choice)
             if not isinstance(found, Found):
                 return found
             held.append(found)
-            return None
+            # A copy without a log is checked first.
+            return (
+                None if choice.seal is None else _visit(visit, found, session.control, visit_error)
+            )
 
-        misses = session.control.step(
-            "find", here, lambda reports: _misses(reports, session.control.worlds)
+        misses, unread = session.control.step(
+            "find", here, lambda reports: _found(reports, session.control.worlds)
         )
         found = held[0] if held else None
         if not misses and found is not None:
             if choice.seal is None and found.manifest is not None:
                 refuse_parts(found.manifest.parts, name, where)
                 _check_copy(session, found, found.manifest)
-            return found
+            return found, _error_of(unread, session.control, visit_error)
         if choice.seal is None and len(misses) == session.control.size:
             if session.control.step("is it a run", lambda: _is_run(session, name), any):
                 raise run_error(where)
@@ -307,10 +333,37 @@ def _is_replaced_by_other(
     return any(drive(is_overwritten(seal, views, shape), session.storage) for seal in seals)
 
 
-def _misses(
-    answers: Sequence[_Miss | _Changed | None], worlds: Sequence[World]
-) -> list[tuple[int, str]]:
-    """Return which ranks found nothing.
+def _visit(
+    visit: Callable[[Found], None] | None, found: Found, control: Control, own: list[Exception]
+) -> _Unread | None:
+    """Visit what this rank found. The error, which goes to ``own`` too, is raised once all found their files."""
+    try:
+        if visit is not None:
+            visit(found)
+    except Exception as error:  # noqa: BLE001 - raised on every rank
+        own[:] = [error]
+        return _Unread(failure_of(error, control.world))
+    return None
+
+
+def _error_of(
+    unread: Mapping[int, Failure], control: Control, own: Sequence[Exception]
+) -> CollectiveError | None:
+    """Return the error of ranks that could not read what they found, the same on every rank."""
+    if not unread:
+        return None
+    error = collective_error("metadata", unread, control.worlds)
+    if control.rank == 0:
+        log_left_out(error, control.worlds)
+    if control.rank in unread and own:
+        error.__cause__ = own[0]
+    return error
+
+
+def _found(
+    answers: Sequence[_Miss | _Changed | _Unread | None], worlds: Sequence[World]
+) -> tuple[list[tuple[int, str]], dict[int, Failure]]:
+    """Return which ranks found nothing, and if all found their files, which could not read them.
 
     If all ranks found the save changed, that error is raised. If only some did, their error names
     them.
@@ -321,24 +374,45 @@ def _misses(
     if changed:
         failures = {rank: failure_of(error, worlds[rank]) for rank, error in changed.items()}
         raise collective_error("find", failures, worlds)
-    return [(rank, one.message) for rank, one in enumerate(answers) if isinstance(one, _Miss)]
+    misses = [(rank, one.message) for rank, one in enumerate(answers) if isinstance(one, _Miss)]
+    if misses:
+        return misses, {}  # all ranks start again, whatever some of them read
+    return [], {r: one.failure for r, one in enumerate(answers) if isinstance(one, _Unread)}
 
 
-def following(session: RunSession, name: str, load: Callable[[Found], T]) -> T:
+def following(
+    session: RunSession, name: str, load: Callable[[Found], T], visit: Callable[[Found], None]
+) -> T:
     """Return the result of ``load`` for what ``locate`` finds. Collective, read-only.
 
     If a file was missing because the save was projected between the search and the read, this is
     done once more. Errors are those of both.
+
+    Args:
+        session: The session at the run.
+        name: The checkpoint.
+        load: Loads what was found. Collective.
+        visit: Reads what this rank needs first, in the step that finds the files. Not called for a
+            checkpoint without a log: ``load`` then finds no ``seal``. Local; it may be called again.
+
+    Returns:
+        The result of ``load``.
     """
-    found = locate(session, name)
+    found, error = _search(session, name, visit)
     try:
-        return load(found)
-    except CollectiveError as error:
+        return _loaded(load, found, error)
+    except CollectiveError as problem:
         missing = (IncompleteCheckpointError, NotFoundError, StaleError)
-        if not (any(error.all_are(kind) for kind in missing) and _has_moved(session, found)):
+        if not (any(problem.all_are(kind) for kind in missing) and _has_moved(session, found)):
             raise
         logger.info("%s was projected during the read: reading it again", session.storage.uri(name))
-    return load(locate(session, name))
+    return _loaded(load, *_search(session, name, visit))
+
+
+def _loaded(load: Callable[[Found], T], found: Found, error: CollectiveError | None) -> T:
+    if error is not None:
+        raise error
+    return load(found)
 
 
 def _has_moved(session: RunSession, found: Found) -> bool:
