@@ -4,6 +4,7 @@ its page says.
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import sys
 from pathlib import Path
@@ -320,12 +321,17 @@ def test_every_input_of_the_readers_is_made_and_read(tmp_path: Path) -> None:
 def test_readers_need_another_tree(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Asked for without one the command says so; among all rows they are left out."""
+    """Asked for without one the command says so; among all rows they are left out, and a line says that."""
     monkeypatch.setattr(sys, "argv", ["floors", "readers"])
     with pytest.raises(SystemExit) as ended:
         floors.main()
     assert ended.value.code == 2
     assert "--old TREE" in capsys.readouterr().err
+    rows = floors._rows_of_all(argparse.Namespace(old=None))
+    assert rows == [row for row in ROWS if row != "readers"]
+    assert capsys.readouterr().err == "readers: left out, it needs --old TREE\n"
+    assert floors._rows_of_all(argparse.Namespace(old=ROOT)) == [*ROWS]
+    assert capsys.readouterr().err == ""
 
 
 def test_stored_results_are_told_again() -> None:

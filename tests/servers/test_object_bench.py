@@ -48,7 +48,9 @@ def test_the_rows_of_servers_that_check_run(
     assert all(one.found is not None for one in found)
 
 
-def _result(ours: list[float], dcp: list[float], raw: list[float], cpu: float) -> Result:
+def _result(
+    ours: list[float], dcp: list[float], raw: list[float], cpu: float, workload: str = "llm"
+) -> Result:
     """Three engines on radosgw, the same seconds for save and load; ours takes ``cpu`` CPU seconds."""
     seconds = {"ckptfs:obstore": (ours, cpu), "dcp": (dcp, 2.0), "raw": (raw, 0.1)}
     return Result(
@@ -62,7 +64,7 @@ def _result(ours: list[float], dcp: list[float], raw: list[float], cpu: float) -
         targets=(Target(RADOSGW, "s3"),),
         engines=tuple(Engine(name, "", "", "", is_limit=name == "raw") for name in seconds),
         samples=tuple(
-            Sample(name, "llm", RADOSGW, phase, number, wall, cpu_s, 10**9)
+            Sample(name, workload, RADOSGW, phase, number, wall, cpu_s, 10**9)
             for name, (rounds, cpu_s) in seconds.items()
             for phase in ("save", "load_warm")
             for number, wall in enumerate(rounds)
@@ -83,3 +85,12 @@ def test_a_goal_is_met_by_the_median_round() -> None:
     assert not _holds(_result([1.0, 2.0, 3.0], dcp, raw, 1.0))
     assert not _holds(_result([1.0, 1.0, 1.0], dcp, raw, 1.1))
     assert not _holds(_result([1.0, 1.0, 1.0], dcp, [0.8, 0.8, 0.8], 1.0))
+
+
+def test_small_tensors_and_other_servers_decide_nothing() -> None:
+    """What is claimed is of large tensors on radosgw; however slow the rest is, no verdict is made of it."""
+    slow = ([9.0], [1.0], [1.0], 9.0)
+    assert len([one for one in findings_of("radosgw", _result(*slow)) if one.verdict]) == 6
+    assert findings_of("radosgw", _result(*slow, workload="many")) == []
+    told = findings_of("moto", _result(*slow))
+    assert [one.verdict for one in told] == [None, None]
