@@ -219,6 +219,15 @@ def test_at_most_turns_both_bounds_round() -> None:
     assert verdicts == [Verdict.GOAL, Verdict.FLOOR, Verdict.MISSED]
 
 
+def test_a_floor_without_a_goal_is_a_floor() -> None:
+    """It is met or missed all the same: the row ``shapes`` has no goal."""
+    claim = Claim("shapes", "x", "save", cpu_per_gb(), Sense.AT_LEAST, 4.0, None)
+    verdicts = [
+        Finding(claim, "", found).verdict for found in (Found(5, 5, 5), Found(3, 3, 3), None)
+    ]
+    assert verdicts == [Verdict.FLOOR, Verdict.MISSED, Verdict.UNKNOWN]
+
+
 def test_the_floors_are_those_that_were_set() -> None:
     """Every claim that has bounds, in order: a floor is changed here and there at once, or not at all."""
     held = [

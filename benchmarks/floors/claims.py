@@ -74,7 +74,7 @@ Quantity = Callable[[Engines], "Found | None"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One line. floor and goal are None where a figure is told and nothing is claimed of it."""
+    """One line. floor and goal are None where a figure is told and nothing is claimed of it; goal alone where a floor is all."""
 
     row: str
     told: str
@@ -98,12 +98,12 @@ class Finding:
     @property
     def verdict(self) -> Verdict | None:
         """None where nothing is claimed."""
-        if self.claim.floor is None or self.claim.goal is None:
+        if self.claim.floor is None:
             return None
         if self.found is None:
             return Verdict.UNKNOWN
         value, sense = self.found.value, self.claim.sense
-        if sense.holds(value, self.claim.goal):
+        if self.claim.goal is not None and sense.holds(value, self.claim.goal):
             return Verdict.GOAL
         return Verdict.FLOOR if sense.holds(value, self.claim.floor) else Verdict.MISSED
 
