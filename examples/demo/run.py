@@ -35,6 +35,7 @@ from cluster import Cluster, End  # noqa: E402
 from story import Story  # noqa: E402
 
 import ckptfs  # noqa: E402
+from ckptfs.text import size_text  # noqa: E402
 
 EVERY = 10
 STEPS = 30
@@ -226,7 +227,7 @@ class Demo:
         story.claim(
             "leftovers_removed",
             not look.leftovers(run) and not list(run.rglob("*.partial*")),
-            f"and removed what it had left ({story.mib(left.size_bytes)})",
+            f"and removed what it had left ({size_text(left.size_bytes)})",
         )
         story.claim(
             "resumed_from_the_old_one",

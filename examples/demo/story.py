@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from ckptfs.text import size_text
+
 WIDTH = 100  # where there is no terminal to ask
-_MIB = 1 << 20
+_MB = 1e6
 
 
 class Story:
@@ -54,24 +56,24 @@ class Story:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         for heading in (
             "saved",
-            "MiB",
+            "MB",
             "files",
             "seconds",
             "plan",
             "write",
             "sync",
             "commit",
-            "MiB/s",
+            "MB/s",
         ):
             table.add_column(heading, justify="left" if heading == "saved" else "right")
         for one in saved:
             table.add_row(
                 f"{run.name}/{one['name']}",
-                f"{one['size_bytes'] / _MIB:.1f}",
+                f"{one['size_bytes'] / _MB:.1f}",
                 str(one["files"]),
                 f"{one['wall_s']:.3f}",
                 *(f"{one[phase]:.3f}" for phase in ("plan_s", "write_s", "sync_s", "commit_s")),
-                f"{one['mib_per_s']:.0f}",
+                f"{one['mib_per_s'] * (1 << 20) / _MB:.0f}",
             )
         self._indented(table)
         self.facts.setdefault("saves", []).extend(
@@ -118,7 +120,7 @@ class Story:
         """Say what was loaded, and how fast."""
         if one:
             self._out.print(
-                f"   loaded {one['name']}: {self.mib(one['size_bytes'])} in {one['wall_s']:.3f} s, "
+                f"   loaded {one['name']}: {size_text(one['size_bytes'])} in {one['wall_s']:.3f} s, "
                 "every block compared with its digest"
             )
 
@@ -130,11 +132,6 @@ class Story:
         self._out.print(
             f"Look at it: {home}" if home else "make demo keeps nothing; --dir DIR does."
         )
-
-    @staticmethod
-    def mib(size_bytes: int) -> str:
-        """A size for people."""
-        return f"{size_bytes / _MIB:.1f} MiB"
 
     def _indented(self, table: Table) -> None:
         self._out.print(Padding(table, (0, 0, 0, 3), expand=False))

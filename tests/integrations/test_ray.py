@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -196,6 +197,35 @@ def test_zero_code(ray_cluster: None, store: Store) -> None:
 def storage_uri(uri: str) -> str:
     """What a user writes behind ``fsspec+``."""
     return f"ckptfs+{ckptfs.uri.Uri.parse(uri)}"
+
+
+# -- tiers ----------------------------------------------------------------------------------------
+
+
+def drained(config: dict[str, Any]) -> Any:
+    """What is there is restored; else two checkpoints are saved, and copied to the bucket."""
+    name = f"w{dist.get_rank()}"
+    state = {name: torch.zeros(300_000)}
+    with RayCheckpoints(copies=[config["bucket"]]) as checkpoints:
+        restored = checkpoints.restore(state)
+        if restored is not None:
+            return restored.step, str(restored.uri), state[name].unique().tolist()
+        for step in (1, 2):
+            state[name].fill_(step + dist.get_rank() / 3)
+            checkpoints.report({"step": step}, state, step)
+        checkpoints.manager.wait()
+    return None
+
+
+def test_ray_resumes_from_the_bucket(ray_cluster: None, lab_s3: Any, tmp_path: Path) -> None:
+    """The experiment's disk is lost with all that Ray knew; the workers of a new one get every bit."""
+    config = {"bucket": lab_s3.fresh("tiers")}
+    place = storage(tmp_path / "disk")
+    assert fit(drained, place, config=config).return_value is None
+    assert committed(config["bucket"])[-1] == "step_2"
+    shutil.rmtree(tmp_path / "disk")
+    found = fit(drained, storage(tmp_path / "disk"), config=config).return_value
+    assert found == (2, f"{config['bucket']}/step_2", [2.0])
 
 
 # -- errors, other kinds, what stays ----------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Tiers: a framework trains on a local disk, each checkpoint is drained to a bucket, the disk is lost.
 
 What it goes on from is then the bucket's, bit for bit. One process and no server: the bucket is ckptfs's
-own object store in memory, so nothing but the framework has to be there. verl's and Ray's directories come
-to the same ``DirectoryManager``: tests/manager/test_directory_copies.py.
+own object store in memory, so nothing but the framework has to be there. Ray, whose workers are other processes,
+has its test in test_ray.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import ckptfs
+from ckptfs.commit.session import Place
+from ckptfs.integrations._support.step_driver import PartSaver, reading_part
 from ckptfs.testing.memory_object_store import STORES
 
 pytestmark = pytest.mark.integrations
@@ -122,7 +124,38 @@ def test_deepspeed_resumes_from_the_bucket(
         shutil.rmtree(root)
 
 
+def test_verl_resumes_from_the_bucket(bucket: str, tmp_path: Path) -> None:
+    """The driver's files come back to a local directory, and an actor finds its part in the bucket."""
+    pytest.importorskip("verl")
+    from ckptfs.integrations.verl import CkptfsDriver
+
+    disk, saver = tmp_path / "disk", PartSaver(is_async=False)
+
+    def driver() -> CkptfsDriver:
+        return CkptfsDriver(str(disk), tmp_path / "local", copies=[bucket])
+
+    with driver() as first, first.saving(3, ["actor"]) as saving:
+        saver.save(saving.part("actor"), lambda path: _weights(Path(path)))
+        Path(saving.path, "data.pt").write_text("loader at 3")
+    shutil.rmtree(disk)
+    shutil.rmtree(tmp_path / "local", ignore_errors=True)
+    with driver() as again:
+        folder = again.resume()
+        assert folder is not None
+        assert Path(folder, "data.pt").read_text() == "loader at 3"
+        source = again.fetched_from(3)
+        assert source is not None
+        assert source.full == f"{bucket}/global_step_3"
+    with reading_part(source / "actor", Place()) as (path, _):
+        assert path is not None
+        assert torch.equal(torch.load(Path(path, "model.pt"))["w"], torch.arange(300_000.0))
+
+
 def _files(top: Path) -> Path:
     top.mkdir()
-    torch.save({"w": torch.arange(300_000.0)}, top / "model.pt")
+    _weights(top)
     return top
+
+
+def _weights(top: Path) -> None:
+    torch.save({"w": torch.arange(300_000.0)}, top / "model.pt")
