@@ -182,7 +182,7 @@ def boxes_here(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 def unsaved_buffers(module: Any) -> frozenset[str]:
     """Return the names of a module's own buffers that are not saved (persistent=False)."""
-    return frozenset(module._non_persistent_buffers_set)  # noqa: SLF001 - nothing public tells
+    return frozenset(module._non_persistent_buffers_set)  # noqa: SLF001 - there is no public way
 
 
 def is_wrapper_subclass(value: object) -> bool:

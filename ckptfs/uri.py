@@ -350,5 +350,5 @@ def _mask_pair(pair: str) -> str:
     name, _, value = pair.partition("=")
     if name.lower() in _HARMLESS_QUERY and "@" not in value:
         return pair
-    # No value: a bare token, perhaps one whose padding looks like "name=".
+    # No value: a bare token, perhaps one with padding that looks like "name=".
     return f"{name}={MASK}" if value.strip("=") else MASK

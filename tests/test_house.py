@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,7 @@ LIMITS = {
     "class names that are defined in several modules": 72,
     "identifiers with a word of no field": 71,
     "words of a dialect in docstrings": 4,
+    "words of a dialect in comments": 0,
     "words of a dialect in pages": 0,
 }
 
@@ -122,6 +124,7 @@ def figures(package: Path) -> dict[str, list[str]]:
                 _repeated((name, str(path)) for path in trees for name in _classes(trees[path])),
                 list(_dialect(trees)),
                 list(_dialect_of_docstrings(trees)),
+                list(_dialect_of_comments(trees)),
                 dialect_of_pages(package.parent),
             ),
             strict=True,
@@ -192,6 +195,15 @@ def _dialect_of_docstrings(trees: dict[Path, ast.Module]) -> Iterator[str]:
             if isinstance(node, ast.Module | Definition):
                 for word in dialect_in(ast.get_docstring(node) or ""):
                     yield f"{path}, {getattr(node, 'name', 'the module')}: {word}"
+
+
+def _dialect_of_comments(paths: Iterable[Path]) -> Iterator[str]:
+    for path in paths:
+        with path.open() as file:
+            for token in tokenize.generate_tokens(file.readline):
+                if token.type == tokenize.COMMENT:
+                    for word in dialect_in(token.string.lstrip("# ")):
+                        yield f"{path}, line {token.start[0]}: {word}"
 
 
 def dialect_of_pages(root: Path) -> list[str]:

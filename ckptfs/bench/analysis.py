@@ -83,7 +83,7 @@ MARGIN = 1.05  # smaller differences do not matter, and no machine here repeats 
 CONFIDENCE = 0.90
 LEAST_PAIRS = 5  # the least and the largest of five enclose the median with 1 - 2 / 2^5 = 94 %
 LEAST_APART = 3  # on each side: a complete separation happens by chance in 10 %
-MOST_ROUNDS = 999  # nobody repeats a benchmark more often: above it no number is given
+MOST_ROUNDS = 999  # a benchmark is not repeated more often: above it no number is given
 
 
 class Verdict(Enum):

@@ -209,7 +209,7 @@ def run_stages(
     errors: list[tuple[str, Exception]] = []
     for stage in stages:
         if errors and not stage.always:
-            values.append(None)  # nobody reads it: the answer is the error of the earlier stage
+            values.append(None)  # it is never read: the answer is the error of the earlier stage
             continue
         try:
             values.append(stage.local())

@@ -296,7 +296,7 @@ class RayCheckpoints(_Reported[CheckpointManager]):
         if named is not None and not self._has_steps():
             uri = Uri.parse(self._uri) / os.path.basename(named.path)
             result = load(state, uri, storage_options=self._options)
-            return Restored(str(uri), None, (), result.wall_s)  # a foreign name tells no step
+            return Restored(str(uri), None, (), result.wall_s)  # a foreign name has no step
         restored = self.manager.restore(state, step, **options)
         if restored is not None and step is None and self._is_here(Uri.parse(restored.uri)):
             self._report_unheard(Uri.parse(restored.uri).name)

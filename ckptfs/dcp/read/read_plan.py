@@ -273,12 +273,12 @@ class PlannerTargets:
 
     def commit(self, read: Read, target: torch.Tensor) -> None:
         """Report to the planner that the tensor is filled."""
-        assert read.item is not None  # noqa: S101 - reads_of has told it
+        assert read.item is not None  # noqa: S101 - reads_of has set it
         self._planner.commit_tensor(read.item, target)
 
     def load_bytes(self, read: Read, stream: io.BytesIO) -> None:
         """Give an object to the planner."""
-        assert read.item is not None  # noqa: S101 - reads_of has told it
+        assert read.item is not None  # noqa: S101 - reads_of has set it
         self._planner.load_bytes(read.item, stream)
 
 
@@ -316,7 +316,7 @@ def reads_of(plan: LoadPlan, metadata: Metadata) -> Iterator[Read]:
 
 def target_of(planner: LoadPlanner, read: Read) -> torch.Tensor:
     """Return the planner's tensor; StateError unless it has the shape of the box."""
-    assert read.item is not None  # noqa: S101 - reads_of has told it
+    assert read.item is not None  # noqa: S101 - reads_of has set it
     target = planner.resolve_tensor(read.item).detach()
     if tuple(target.size()) != tuple(read.box_lengths):
         raise StateError(
