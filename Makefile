@@ -15,14 +15,16 @@ SPREAD = -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # Machines of the laboratory are several processes each, so their tests run one after the other, and beside
 # the other campaigns: they wait for kernels that boot, for caches that expire, for machines that come back.
 LABS := tests/nfs tests/nodes tests/cuts
-# The short version of every campaign: deaths at a sample of operations and requests, power cuts, bad networks,
-# servers that lack something, races of many processes, ranks that hang, hostile files, two versions in one run, the
-# search of the protocol's model, planted mistakes. `make test-campaigns` runs them.
-CAMPAIGNS := tests/crash tests/versions tests/hostile tests/model tests/mutants \
-    tests/commit/test_retire_crash.py tests/dcp/test_reuse_crash.py \
-    $(addprefix tests/multiprocess/,test_stuck.py test_stuck_files.py test_manager_preemption.py test_async_exit.py) \
-    $(addprefix tests/servers/,test_kill_every_request.py test_faults_every_store.py test_faults_ranks.py) \
-    $(addprefix tests/servers/,test_other_s3.py test_commit_race.py)
+# Of benchmarks/: each row of it runs with tiny sizes.
+BENCHED := tests/test_floors.py tests/test_copying_bench.py tests/servers/test_object_bench.py
+# The short version of every campaign: deaths at a sample of operations and requests, power cuts, real servers, bad
+# networks, races of many processes, ranks that hang, hostile files, two versions in one run, the search of the
+# protocol's model, planted mistakes, counts at scale, benchmarks. `make test-campaigns` runs them.
+CAMPAIGNS := tests/crash tests/versions tests/hostile tests/model tests/mutants tests/scale tests/servers \
+    $(filter-out tests/servers/%,$(BENCHED)) \
+    tests/commit/test_retire_crash.py tests/dcp/test_reuse_crash.py tests/manager/test_machine.py \
+    tests/bench/test_engines.py tests/bench/test_ranks.py tests/cli/test_bench.py \
+    $(addprefix tests/multiprocess/,test_stuck.py test_stuck_files.py test_manager_preemption.py test_async_exit.py)
 # The code and links of the docs, the layers, the exports, the list of what is public, the sections of public
 # docstrings, the words of names and messages: `make check` runs them.
 CHECKED := tests/test_docs.py tests/test_layers.py tests/test_exports.py tests/test_public.py tests/test_repeats.py \
@@ -30,8 +32,6 @@ CHECKED := tests/test_docs.py tests/test_layers.py tests/test_exports.py tests/t
 # tests/test_manual.py looks at the built manual: `make docs` runs it.
 ELSEWHERE := $(LABS) $(CHECKED) tests/test_manual.py
 CORE = $(SPREAD) $(addprefix --ignore=,$(CAMPAIGNS) $(ELSEWHERE))
-# Of benchmarks/: each row of it runs with tiny sizes.
-BENCHED := tests/test_floors.py tests/test_copying_bench.py tests/servers/test_object_bench.py
 # Runs of `make test-repeat`.
 N ?= 5
 

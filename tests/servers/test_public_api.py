@@ -1,6 +1,6 @@
 """The public API on real servers: the tests of ``tests/test_api.py`` that take a run, on a bucket.
 
-Options come from the environment, as they do for most users. radosgw in ``make test``; the others,
+Options come from the environment, as they do for most users. radosgw in ``make test-campaigns``; the others,
 through both client libraries, in ``make campaign-servers``.
 """
 
