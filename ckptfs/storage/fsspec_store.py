@@ -41,6 +41,7 @@ from ckptfs.errors import (
     AccessError,
     AlreadyExistsError,
     AnswerLostError,
+    CkptfsError,
     IntegrityError,
     NotFoundError,
     StorageError,
@@ -413,11 +414,13 @@ class FsspecStorage(Storage):
             except FileNotFoundError:
                 # Another process removed all of them or, with some libraries, one of them.
                 _log.debug("removed by another: some below %s", self.root)
+            except CkptfsError:
+                raise  # of one key
             except Exception as error:
                 refusal = self._client.typed_error(error, "remove", "", changes=True)
                 if not isinstance(refusal, UnsupportedError):
                     raise
-                # OpenStack Swift requires a Content-MD5 of a batch, which s3fs does not send.
+                # OpenStack Swift requires a Content-MD5 of a batch, which botocore does not send.
                 _warn_of_single_deletes(
                     f"{self.root.protocol}://{self.root.authority}", refusal.message
                 )

@@ -14,7 +14,6 @@ Incomplete uploads are listed through s3fs, if it is installed.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import logging
 import os
@@ -47,7 +46,6 @@ from ckptfs.storage.clients.http_errors import (
     ErrorResponse,
     Reason,
     RequestContext,
-    library_error,
     response_error,
 )
 from ckptfs.storage.clients.obstore import ObstoreClient, StoreTraits
@@ -428,17 +426,7 @@ class S3fsLibrary(BucketLibrary):
             bucket = fs.split_path(batch[0])[0]
             keys = [fs.split_path(path)[1] for path in batch]
             wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-            try:
-                answer = fs.call_s3("delete_objects", Bucket=bucket, Delete=wanted)
-            except OSError as error:
-                context = self._context("delete", Uri("s3", bucket, ""), changes=True)
-                refusal = library_error(context, error)
-                if not isinstance(refusal, UnsupportedError):
-                    raise
-                _warn_of_single_deletes(self.server, refusal.message)
-                for path in batch:  # OpenStack Swift requires a Content-MD5 of a batch
-                    fs.rm_file(path)
-                continue
+            answer = fs.call_s3("delete_objects", Bucket=bucket, Delete=wanted)
             for line in answer.get("Errors", ()):
                 context = self._context(
                     "delete", Uri("s3", bucket, f"/{line['Key']}"), changes=True
@@ -464,12 +452,6 @@ class S3fsLibrary(BucketLibrary):
 
     def _context(self, action: str, uri: Uri, *, changes: bool) -> RequestContext:
         return RequestContext(self.dialect, action, uri, self.server, changes=changes)
-
-
-@functools.lru_cache(maxsize=256)
-def _warn_of_single_deletes(server: str, why: str) -> None:
-    """Warn once per server: a process has a storage for each run, copy and reader."""
-    _log.warning("%s does not delete batches: keys are deleted one by one (%s)", server, why)
 
 
 class _PartStream:
