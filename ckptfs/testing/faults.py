@@ -617,6 +617,15 @@ class FaultyStorage(Storage):
             lambda: self.inner.make_dir(parent) if parent else None,
         )
 
+    def make_dir_unsynced(self, key: str) -> None:
+        parent = key.rpartition("/")[0]
+        self._do(
+            "make_dir",
+            key,
+            lambda: self.inner.make_dir_unsynced(key),
+            lambda: self.inner.make_dir(parent) if parent else None,
+        )
+
     def rename(self, source: str, target: str) -> None:
         self._do("rename", source, lambda: self.inner.rename(source, target))
 
