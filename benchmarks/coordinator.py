@@ -41,9 +41,10 @@ from ckptfs.control.messages import (
     split,
 )
 from ckptfs.control.world import World
-from ckptfs.dcp.write.pipeline import encode_placed, finish_save, plan_save
+from ckptfs.dcp.write.pipeline import encode_placed, finish_save
 from ckptfs.dcp.write.rank_files import Placed, sidecar_name
 from ckptfs.testing.world import worlds_of
+from tests.dcp.planned import plan_save
 from tests.scale.simulation import Shard, Sizes
 
 CHUNK_BYTES = 9000  # of one item in its file; nothing is written

@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from ckptfs.commit.digests import BlockCheck, FileDigests, decode_digests
 from ckptfs.control.control import SoloControl
 from ckptfs.dcp.write import file_layout
-from ckptfs.dcp.write.pipeline import plan_save
 from ckptfs.dcp.write.rank_files import (
     Cancelled,
     FileTask,
@@ -30,6 +29,7 @@ from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 from tests.dcp.fake_ranks import load, our_save
+from tests.dcp.planned import plan_save
 
 ENGINES = {"stream": stream_engine} | {name.value: engine_for(name) for name in WriteEngineName}
 DATA = "save-1/__0_0.distcp"

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from ckptfs.commit.digests import FileDigests
 from ckptfs.control.control import SoloControl
 from ckptfs.dcp.write.host_memory import Loan
-from ckptfs.dcp.write.pipeline import plan_save
 from ckptfs.dcp.write.rank_files import Cancelled, FileTask, FileWritten, split_items, stream_engine
 from ckptfs.errors import NoSpaceError
 from ckptfs.storage.base import DataWriter, Shape
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
 from ckptfs.testing.faults import FaultyStorage, Plan
 from ckptfs.uri import Uri
+from tests.dcp.planned import plan_save
 
 MIB = 1 << 20
 

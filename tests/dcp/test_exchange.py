@@ -20,9 +20,10 @@ from ckptfs.dcp.metadata.metadata_writer import Described
 from ckptfs.dcp.planning.columns import Packer, Unpacker, prints_of, structure_of
 from ckptfs.dcp.planning.save_planner import refuse_divergence, shard_fingerprint
 from ckptfs.dcp.planning.state_dicts import LocalFacts
-from ckptfs.dcp.write.pipeline import PlanMemory, PlanMessage, decide, plan_save
+from ckptfs.dcp.write.pipeline import PlanMemory, PlanMessage, decide
 from ckptfs.errors import CkptfsError, StateError
 from ckptfs.testing.world import simulate
+from tests.dcp.planned import plan_save
 from tests.dcp.random_worlds import shard_item, worlds
 from tests.scale.simulation import Shard, Sizes
 

@@ -21,7 +21,7 @@ import ckptfs.errors
 from ckptfs.control.control import SoloControl
 from ckptfs.dcp.torch_hooks.boundary import crossing
 from ckptfs.dcp.write.host_memory import host_tensor, memory_of
-from ckptfs.dcp.write.pipeline import plan_save, storage_data_of, written_part
+from ckptfs.dcp.write.pipeline import storage_data_of, written_part
 from ckptfs.dcp.write.rank_files import (
     Cancelled,
     FileTask,
@@ -39,6 +39,7 @@ from ckptfs.testing.disk import SimulatedDisk
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.uri import Uri
 from tests.dcp.fake_ranks import source
+from tests.dcp.planned import plan_save
 from tests.measures import own_threads
 
 STATE = {f"w{n}": torch.arange(50_000.0) + n for n in range(8)} | {"step": 3}

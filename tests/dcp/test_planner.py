@@ -21,12 +21,13 @@ from ckptfs.dcp.loading import plan_load, read
 from ckptfs.dcp.planning.leaves import check_leaf, fingerprint_of, load_leaf, serialise_leaf
 from ckptfs.dcp.planning.save_planner import SavePlanner
 from ckptfs.dcp.planning.state_dicts import marked_key, unmarked_key
-from ckptfs.dcp.write.pipeline import finish_save, plan_save, write
+from ckptfs.dcp.write.pipeline import finish_save, write
 from ckptfs.errors import CollectiveError, StateError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.world import simulate
 from tests.dcp.fake_ranks import fake_rank, load, our_save, source
+from tests.dcp.planned import plan_save
 from tests.dcp.test_metadata import dtensor
 
 

@@ -19,7 +19,6 @@ from ckptfs.commit.digests import FileDigests, decode_digests, encode_digests, f
 from ckptfs.control.control import SoloControl
 from ckptfs.dcp.write.file_layout import Payload
 from ckptfs.dcp.write.host_memory import Loan, host_tensor, memory_of
-from ckptfs.dcp.write.pipeline import plan_save
 from ckptfs.dcp.write.rank_files import (
     Cancelled,
     FileTask,
@@ -35,6 +34,7 @@ from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
 from ckptfs.uri import Uri
+from tests.dcp.planned import plan_save
 
 MIB = 1 << 20
 DTYPES = (

@@ -1,6 +1,6 @@
 """A save as a handful of functions; each is local or one collective step.
 
-    plan_save (step)  ->  write (local)  ->  finish_save (coordinator)  ->  .metadata
+    SavePlanning (a stage of a step)  ->  write (local)  ->  finish_save (coordinator)  ->  .metadata
 
 All exchange goes through ``control.step``; no collective runs on the user's group. Every rank sends its plan
 to the coordinator as columns, or only a hash if the coordinator knows the plan from the save before. Each
@@ -103,7 +103,6 @@ __all__ = [
     "finish_save",
     "item_bytes",
     "metadata_files",
-    "plan_save",
     "storage_data_of",
     "write",
     "written_part",
@@ -376,9 +375,18 @@ class PlannedSave:
 
 
 class SavePlanning:
-    """The plan of one save on one rank, as a stage of a step that all ranks make.
+    """Agrees on which rank writes what, with every check that needs no file, as a stage of a step of all ranks.
 
-    Args: as for ``plan_save``.
+    Nothing is written. The stage fails if some ranks refuse their part, or if the ranks disagree.
+
+    Args:
+        state_dict: Nested dicts and lists of tensors, DTensors, plain objects, and Stateful objects at the top
+            level; or a Share, such as what was staged of one.
+        control: How the ranks talk.
+        per_rank: fnmatch patterns of flattened keys that every rank keeps for itself.
+        planner: Plans this rank's part. None: a SavePlanner.
+        domains: The ranks of each domain. If there are several, each gets its own copy of replicated items.
+        memory: What is known of this process's last save; it is updated. None: nothing is known.
     """
 
     def __init__(
@@ -450,45 +458,6 @@ class SavePlanning:
             size_bytes=sum(map(item_bytes, items)),
             described=self.described,
         )
-
-
-def plan_save(
-    state_dict: Mapping[str, Any] | Share,
-    control: Control,
-    *,
-    per_rank: Sequence[str] = (),
-    planner: SavePlanner | None = None,
-    domains: Sequence[Sequence[int]] = (),
-    memory: PlanMemory | None = None,
-) -> PlannedSave:
-    """Agree on which rank writes what, with every check that needs no file. Collective.
-
-    Nothing is written.
-
-    Args:
-        state_dict: Nested dicts and lists of tensors, DTensors, plain objects, and Stateful objects at the top
-            level; or a Share, such as what was staged of one.
-        control: How the ranks talk.
-        per_rank: fnmatch patterns of flattened keys that every rank keeps for itself.
-        planner: Plans this rank's part. None: a SavePlanner.
-        domains: The ranks of each domain. If there are several, each gets its own copy of replicated items.
-        memory: What is known of this process's last save; it is updated. None: nothing is known.
-
-    Returns:
-        The planned save.
-
-    Raises:
-        CollectiveError: Some ranks failed with a StateError; the same on every rank.
-        StateError: The ranks disagree; the same on every rank.
-    """
-    planning = SavePlanning(
-        state_dict, control, per_rank=per_rank, planner=planner, domains=domains, memory=memory
-    )
-    while True:
-        stage = planning.stage
-        planned = planning.planned(control.step(stage.label, stage.local, stage.decide))
-        if planned is not None:
-            return planned
 
 
 def write(
