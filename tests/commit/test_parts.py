@@ -348,17 +348,31 @@ def test_a_ticket_of_a_fenced_driver_is_void(cast: Cast) -> None:
 
 
 class _Takeover(Plan):
-    """Lets somebody take the run over right before the driver writes the manifest of the whole."""
+    """Lets another process take the run right before an operation of the driver."""
 
     def __init__(self, cast: Cast) -> None:
         super().__init__()
-        self.cast, self.armed = cast, False
+        self.cast, self.before = cast, ("", "")
 
     def begin(self, op: str, key: str) -> Action | None:
-        if self.armed and op == "open_write" and key.endswith("ckptfs.json"):
-            self.armed = False
+        wanted, part = self.before
+        if wanted and op == wanted and part in key:
+            self.before = ("", "")
             self.cast.play("three")
         return super().begin(op, key)
+
+
+def test_a_driver_that_loses_the_run_while_it_begins_is_told_so(together: Cast) -> None:
+    """The error is not that the directory of its attempt is missing: it would begin again."""
+    plan = together.plan = _Takeover(together)
+    with together.session(HOME) as session:
+        old = claim(session)
+        together.plan = None
+        plan.before = ("sync", f"{ATTEMPTS}/")
+        with pytest.raises(FencedError, match="taken over by generation 2"):
+            begin_parts(old, NAME_OF["two"], 2, list(PARTS))
+        old.release()
+    assert not together.debris()
 
 
 def test_a_driver_that_loses_the_run_while_it_commits_is_told_so(together: Cast) -> None:
@@ -369,7 +383,7 @@ def test_a_driver_that_loses_the_run_while_it_commits_is_told_so(together: Cast)
         together.plan = None
         ticket = begin_parts(old, NAME_OF["two"], 2, list(PARTS))
         sealed = [together.save(ticket, name, "two") for name in PARTS]
-        plan.armed = True
+        plan.before = ("open_write", "ckptfs.json")
         with pytest.raises(FencedError, match="taken over by generation 2"):
             ticket.commit(sealed)
         old.release()

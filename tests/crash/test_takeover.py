@@ -63,6 +63,7 @@ class _Announced(Plan):
 # Where an owner's save may be when it is frozen.
 STOPS = {
     "begin": ("open_write", "attempt.json"),
+    "begun": ("sync", f"{ATTEMPTS}/"),
     "write": ("close", ".distcp"),
     "prepare": ("open_write", ".metadata"),
     "seal": ("create", f"{LOG}/"),

@@ -22,8 +22,9 @@ home's log, and its error is raised with its type on all ranks:
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -191,7 +192,8 @@ class HomeSide:
         seq = next_seq(generation, {self._home.id: state}, fenced=True)
         self._seq = session.known.seq = max(seq, session.known.seq + 1)
         self.save_id = self.save_id or fresh_save_id()
-        drive(begin(self._keys, generation), session.storage)
+        with self._fenced_rather_than_missing():
+            drive(begin(self._keys, generation), session.storage)
         return self.save_id, read_home(self._home.id, self._host, state)
 
     @property
@@ -261,13 +263,8 @@ class HomeSide:
             parts=parts,
         )
         encoded = encode_manifest(manifest)
-        try:
+        with self._fenced_rather_than_missing():
             drive(prepare(self._keys, {MANIFEST: encoded}), self._run.session.storage)
-        except (NotFoundError, StaleError):
-            now = drive(catch_up(self._known), self._run.session.storage)
-            if now.generation > base:
-                raise self._fenced(now.fence) from None  # a newer owner took the attempt away
-            raise
         return Seal(
             save_id=self.save_id,
             base=base,
@@ -313,6 +310,17 @@ class HomeSide:
                     if self._replace
                     else 'choose another name, or if_exists="replace"',
                 )
+
+    @contextlib.contextmanager
+    def _fenced_rather_than_missing(self) -> Iterator[None]:
+        """Raise FencedError if files of the attempt are missing because a newer owner removed them."""
+        try:
+            yield
+        except (NotFoundError, StaleError):
+            now = drive(catch_up(self._known), self._run.session.storage)
+            if now.generation > self._run.generation:
+                raise self._fenced(now.fence) from None
+            raise
 
     def _fenced(self, fence: Fence) -> FencedError:
         return FencedError(

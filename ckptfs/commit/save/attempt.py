@@ -20,6 +20,7 @@ does what it did not complete.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -35,11 +36,7 @@ from ckptfs.commit.log.advisory_log import ADVICE
 from ckptfs.commit.log.append import catch_up_again
 from ckptfs.commit.log.entries import Generation, Kind, Seal
 from ckptfs.commit.log.fold import LogState
-from ckptfs.commit.manifest import (
-    Manifest,
-    digest_of,
-    encode_manifest,
-)
+from ckptfs.commit.manifest import Manifest, digest_of, encode_manifest
 from ckptfs.commit.operations import drive, read_limited, side_by_side, take_turns
 from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run, is_for_call
@@ -56,13 +53,7 @@ from ckptfs.commit.save.sealing import (
     seal_everywhere,
     undo_here,
 )
-from ckptfs.commit.save.spec import (
-    Committed,
-    IfExists,
-    SaveSpec,
-    SmallFile,
-    WrittenPart,
-)
+from ckptfs.commit.save.spec import Committed, IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.commit.session import (
     RunSession,
     View,
@@ -278,7 +269,6 @@ class Attempt:
             raise
 
     def _begin_save(self) -> None:
-        control = self.session.control
         try:
             self._plan = self._planned_together()
         except CommitConflictError:
@@ -290,15 +280,24 @@ class Attempt:
                 self._claim()
             self._plan = self._planned_together()
         self._set_keys()
-        with naming(self.storage.uri(self.spec.name)):
+        if self._make_together():
+            self._claim()
+            self._plan = self._planned_together()
+            self._set_keys()
+            self._make_together()
+
+    def _make_together(self) -> bool:
+        """Make the attempt, unless the run must be claimed first: then return True. Collective."""
+        control = self.session.control
+        with naming(self.storage.uri(self.spec.name)), self._fenced_rather_than_missing():
             if control.step("begin", self._begin_plainly, self._refuse_others):
-                self._claim()
-                self._plan = self._planned_together()
-                self._set_keys()
-                control.step("begin", self._begin_plainly, self._refuse_others)
+                return True
             if self.session.spans_nodes:
-                with fenced_rather_than_missing(self.session, self._plan.base, self.spec.name):
-                    control.step("confirm", self._confirm)
+                control.step("confirm", self._confirm)
+        return False
+
+    def _fenced_rather_than_missing(self) -> contextlib.AbstractContextManager[None]:
+        return fenced_rather_than_missing(self.session, self._planned.base, self.spec.name)
 
     def _set_keys(self) -> None:
         shape, save_id = self._means.caps.shape, self._planned.save_id
@@ -556,8 +555,7 @@ class Attempt:
         control = self.session.control
         small: dict[str, SmallFile] = {}
         here = self.storage.uri(self.spec.name)
-        fenced = fenced_rather_than_missing(self.session, self._planned.base, self.spec.name)
-        with naming(here), fenced:
+        with naming(here), self._fenced_rather_than_missing():
             gathered, received = control.step(
                 "write", write, lambda parts: self._apart(self._gather(parts, finish, small))
             )
@@ -597,7 +595,7 @@ class Attempt:
             return encode_manifest(replace(self._manifest, base=base))
 
         control = self.session.control
-        with fenced_rather_than_missing(self.session, base, self.spec.name):
+        with self._fenced_rather_than_missing():
             encoded = control.step("describe", lambda: None, describe)
             control.step("prepare", lambda: self._prepare({MANIFEST: encoded}))
         return seal_of_plan(self._planned, self.spec, digest_of(encoded), origins)
@@ -668,7 +666,7 @@ class Attempt:
         """
 
         def together(ends: Sequence[_Finished]) -> tuple[tuple[str, ...], int]:
-            # Not one value per rank: every rank would have to read as many values as there are ranks.
+            # One value for all: else every rank reads as many values as there are ranks.
             warnings = tuple(dict.fromkeys(end.note for end in ends if end.note))
             return warnings, sum(end.replaced_bytes for end in ends)
 
