@@ -176,10 +176,8 @@ class Eraser:
     def _erase(self, pending: _PendingDelete) -> None:
         session, seal = self._run.session, pending.seal
         again = pending.backoff.failures > 0
-        holder = self._run.generation
-        program = erase_retired(
-            seal.save_id, session.means(), holder, session.fold_from, again=again
-        )
+        means = session.means().held_by(self._run.generation)
+        program = erase_retired(seal.save_id, means, session.fold_from, again=again)
         try:
             turns = take_turns(program, session.turn)
             what, state = session.drive_in_background(turns, self._background)
@@ -581,8 +579,7 @@ class Retirer:
         session.deferred_deletes.add(save_id)
         program = retire(
             seal,
-            session.means(),
-            self._run.generation,
+            session.means().held_by(self._run.generation),
             session.fold_from,
             reason=victim.reason,
             together=together,

@@ -62,8 +62,8 @@ def fold(storage: Storage) -> LogState:
 def delete(storage: Storage, by: Generation = G1) -> None:
     """The holder deletes the save."""
     caps, views = storage.capabilities, {"A": fold(storage)}
-    means = Means("A", caps, ids(f"d{by.number}"))
-    drive(delete_save(A.seal(G1, 1), views, means, by, reason="asked"), storage)
+    means = Means("A", caps, ids(f"d{by.number}")).held_by(by)
+    drive(delete_save(A.seal(G1, 1), views, means, reason="asked"), storage)
 
 
 def recover(storage: Storage, gen: Generation) -> LogState:
@@ -71,7 +71,7 @@ def recover(storage: Storage, gen: Generation) -> LogState:
     write(storage, [fence(gen)], prefix=f"f{gen.number}")
     found = drive(report("A", gen, storage.capabilities), storage)
     plan = plan_recovery({"A": found}, gen)
-    program = settle(plan, "A", gen, storage.capabilities, ids=ids(f"r{gen.number}"))
+    program = settle(plan, Means("A", storage.capabilities, ids(f"r{gen.number}")).held_by(gen))
     return drive(program, storage)
 
 
@@ -134,8 +134,8 @@ def remove_unfenced(
     storage: Storage, state: LogState, who: str
 ) -> tuple[Refusal | Erasure, LogState]:
     """Somebody who fences nothing, and has looked at the log before, removes the save."""
-    means = Means("A", storage.capabilities, ids(who))
-    return drive(remove_unheld(A.seal(G1, 1), means, G1, state), storage)
+    means = Means("A", storage.capabilities, ids(who)).held_by(G1)
+    return drive(remove_unheld(A.seal(G1, 1), means, state), storage)
 
 
 def test_whoever_removes_without_a_fence_leaves_no_directory(storage: Storage) -> None:
@@ -150,8 +150,8 @@ def test_whoever_removes_without_a_fence_leaves_no_directory(storage: Storage) -
 
 def test_bytes_of_a_delete_that_another_entered_are_left_to_that_one(storage: Storage) -> None:
     """Two that move the pieces of one save under one generation might take a successor's."""
-    means = Means("A", storage.capabilities, ids("d"))
-    program = retire(A.seal(G1, 1), means, G1, None, reason="removed", together={"aaa"})
+    means = Means("A", storage.capabilities, ids("d")).held_by(G1)
+    program = retire(A.seal(G1, 1), means, None, reason="removed", together={"aaa"})
     drive(program, storage)
     assert remove_unfenced(storage, fold(storage), "e")[0] is Erasure.LATER
     assert storage.read("s1/.metadata") == A.metadata

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ckptfs.commit.delete.trash import move_to_trash, take_trash, trash_of
-from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.append import Means, catch_up
 from ckptfs.commit.log.entries import Body, Outcome
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive
@@ -48,7 +48,7 @@ def test_bytes_stay_where_the_abort_came_too_late() -> None:
     storage = memory()
     plan = _judged(storage)
     write(storage, [LATE.seal(G1, 1)])
-    drive(settle(plan, "A", G2, storage.capabilities, ids=ids("r")), storage)
+    drive(settle(plan, Means("A", storage.capabilities, ids("r")).held_by(G2)), storage)
     assert not drive(catch_up(), storage).save("late").aborted
     assert storage.read("s1/late/__A_0.distcp") == LATE.data("A")
     assert storage.read("s1/.metadata") == LATE.metadata
@@ -69,7 +69,7 @@ def test_files_without_their_data_stay_where_the_save_was_sealed_and_is_moving()
     plan = plan_recovery({"A": drive(report("A", G2, storage.capabilities), storage)}, G2)
     assert [record.save_id for record in plan.abort] == [MOVING.save_id]
     write(storage, [MOVING.seal(G2, 1)])
-    drive(settle(plan, "A", G2, storage.capabilities, ids=ids("r")), storage)
+    drive(settle(plan, Means("A", storage.capabilities, ids("r")).held_by(G2)), storage)
     assert not drive(catch_up(), storage).save(MOVING.save_id).aborted
     assert storage.read(f"s1/{MOVING.save_id}/__A_0.distcp") == MOVING.data("A")
     drive(
@@ -94,7 +94,7 @@ def test_an_attempt_of_an_older_owner_is_aborted_and_removed() -> None:
     """Nobody will ever seal it: the log says so, and then its bytes go."""
     storage = memory()
     plan = _judged(storage)
-    drive(settle(plan, "A", G2, storage.capabilities, ids=ids("r")), storage)
+    drive(settle(plan, Means("A", storage.capabilities, ids("r")).held_by(G2)), storage)
     assert drive(catch_up(), storage).save("late").aborted
     assert storage.list(ATTEMPTS) == []
 
@@ -105,7 +105,7 @@ def test_a_recovery_that_was_fenced_meanwhile_stops() -> None:
     plan = _judged(storage)
     write(storage, [fence(G3)])
     with pytest.raises(FencedError, match="newer owner"):
-        drive(settle(plan, "A", G2, storage.capabilities, ids=ids("r")), storage)
+        drive(settle(plan, Means("A", storage.capabilities, ids("r")).held_by(G2)), storage)
     assert [entry.name for entry in storage.list(ATTEMPTS)] == ["late"]
 
 
@@ -122,7 +122,7 @@ def test_a_recovery_that_was_fenced_before_it_recorded_a_decision_stops() -> Non
     assert (plan.abort, plan.decided) == ((), (("two", Outcome.COMMITTED),))
     write(both["A"], [fence(G3)])
     for domain, place in both.items():
-        program = settle(plan, domain, G2, place.capabilities, ids=ids("r"))
+        program = settle(plan, Means(domain, place.capabilities, ids("r")).held_by(G2))
         if domain == "A":
             with pytest.raises(FencedError, match="newer owner"):
                 drive(program, place)

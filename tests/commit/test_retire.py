@@ -17,7 +17,7 @@ from ckptfs.commit.delete.deletion_steps import (
     retire,
 )
 from ckptfs.commit.delete.trash import trash_of
-from ckptfs.commit.log.append import Means, Refused, catch_up
+from ckptfs.commit.log.append import HolderMeans, Means, Refused, catch_up
 from ckptfs.commit.log.entries import Body, Decided, Delete, Kind, Outcome, Pin
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import decode_manifest, encode_manifest
@@ -51,14 +51,14 @@ def fold(storage: Storage) -> LogState:
     return drive(catch_up(), storage)
 
 
-def means(storage: Storage, who: str = "r") -> Means:
+def means(storage: Storage, who: str = "r") -> HolderMeans:
     """What an owner brings."""
-    return Means("A", storage.capabilities, ids(who))
+    return Means("A", storage.capabilities, ids(who)).held_by(G1)
 
 
 def let_go(storage: Storage) -> object:
     """Retention lets the older one go."""
-    program = retire(OLD.seal(G1, 1), means(storage), G1, None, reason="keep", together={"old"})
+    program = retire(OLD.seal(G1, 1), means(storage), None, reason="keep", together={"old"})
     return drive(program, storage)
 
 
@@ -68,7 +68,7 @@ def test_the_entry_comes_alone_and_the_bytes_whenever(storage: MemoryStorage) ->
     assert [s.save_id for s in waiting(fold(storage))] == ["old"]
     assert storage.read("s1/old/.metadata") == OLD.metadata
     assert storage.read("s1/.metadata") == OLD.metadata
-    what, state = drive(erase_retired("old", means(storage), G1, None), storage)
+    what, state = drive(erase_retired("old", means(storage), None), storage)
     assert (what, state.save("old").gone) == (Erasure.GONE, True)
     assert waiting(state) == []
     assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]
@@ -84,7 +84,7 @@ def test_what_another_program_put_under_its_names_stays(storage: MemoryStorage) 
     let_go(storage)
     storage.replace("s1/.metadata", b"metadata of stock torch")
     known = fold(storage)
-    assert drive(erase_retired("old", means(storage), G1, known), storage)[0] is Erasure.GONE
+    assert drive(erase_retired("old", means(storage), known), storage)[0] is Erasure.GONE
     assert storage.read("s1/.metadata") == b"metadata of stock torch"
     assert [entry.name for entry in storage.list("s1")] == [".metadata", "notes.txt"]
 
@@ -100,7 +100,7 @@ def test_a_copy_of_the_manifest_that_somebody_shortened_hides_no_file(
     assert 0 < len(short) < len(sealed.files)
     storage.replace("s1/ckptfs.json", encode_manifest(replace(sealed, files=short)))
     known = fold(storage)
-    assert drive(erase_retired("old", means(storage), G1, known), storage)[0] is Erasure.GONE
+    assert drive(erase_retired("old", means(storage), known), storage)[0] is Erasure.GONE
     assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]
 
 
@@ -121,7 +121,7 @@ def test_a_manifest_goes_after_what_only_it_tells_of(
         remove(keys)
 
     monkeypatch.setattr(storage, "remove_many", note)
-    done, _ = drive(erase_retired("plain", means(storage), G1, state), storage)
+    done, _ = drive(erase_retired("plain", means(storage), state), storage)
     assert done is Erasure.GONE
     (at,) = (n for n, keys in enumerate(removed) if "s3/model-A.bin" in keys)
     (last,) = (n for n, keys in enumerate(removed) if "s3/plain/ckptfs.json" in keys)
@@ -135,7 +135,7 @@ def test_what_came_after_the_fold_is_seen_by_the_create(storage: MemoryStorage) 
     """The entry is tried before the log is read: a pin took its number, and it is decided again."""
     known = fold(storage)
     drive(pin("old", means(storage, "p"), G1, None, pinned=True), storage)
-    going = retire(OLD.seal(G1, 1), means(storage), G1, known, reason="keep", together={"old"})
+    going = retire(OLD.seal(G1, 1), means(storage), known, reason="keep", together={"old"})
     assert isinstance(drive(going, storage), Refused)
     assert not fold(storage).save("old").deleted
 
@@ -146,10 +146,10 @@ def test_clearing_leaves_alone_what_is_spared(storage: MemoryStorage) -> None:
     """
     let_go(storage)
     spared = {"old"}
-    drive(clear(means(storage, "c"), None, G1, spared), storage)
+    drive(clear(means(storage, "c"), None, spared), storage)
     assert storage.read("s1/old/.metadata") == OLD.metadata
     spared.clear()
-    drive(clear(means(storage, "d"), None, G1, spared), storage)
+    drive(clear(means(storage, "d"), None, spared), storage)
     assert fold(storage).save("old").gone
 
 
@@ -159,12 +159,12 @@ def test_a_fenced_owner_enters_and_erases_nothing(storage: MemoryStorage) -> Non
     write(storage, [fence(G2)])
     before = fold(storage)
     refused = drive(
-        retire(NEW.seal(G1, 2), means(storage, "x"), G1, None, reason="keep", together={"new"}),
+        retire(NEW.seal(G1, 2), means(storage, "x"), None, reason="keep", together={"new"}),
         storage,
     )
     assert isinstance(refused, Refused)
     assert refused.reason is Refusal.FENCED
-    assert drive(erase_retired("old", means(storage, "y"), G1, None), storage) == (
+    assert drive(erase_retired("old", means(storage, "y"), None), storage) == (
         Erasure.FENCED,
         before,
     )
@@ -184,9 +184,9 @@ def test_a_pin_that_came_first_is_respected(storage: MemoryStorage) -> None:
 def test_erasing_twice_changes_nothing(storage: MemoryStorage) -> None:
     """Whoever comes later finds it gone and appends nothing."""
     let_go(storage)
-    drive(erase_retired("old", means(storage), G1, None), storage)
+    drive(erase_retired("old", means(storage), None), storage)
     before = fold(storage)
-    assert drive(erase_retired("old", means(storage, "z"), G1, None), storage)[0] is Erasure.GONE
+    assert drive(erase_retired("old", means(storage, "z"), None), storage)[0] is Erasure.GONE
     assert fold(storage) == before
 
 
@@ -196,9 +196,9 @@ def test_another_try_empties_what_the_first_left_in_the_trash(storage: MemorySto
     let_go(storage)
     full = Fault("remove_tree", "*.data", 1, Fail(OSError(errno.ENOTEMPTY, "not empty")))
     with pytest.raises(AlreadyExistsError):
-        drive(erase_retired("old", means(storage), G1, None), FaultyStorage(storage, Plan([full])))
+        drive(erase_retired("old", means(storage), None), FaultyStorage(storage, Plan([full])))
     assert [e.name for e in storage.list(trash_of(G1))] == ["old.data"]
-    what, _ = drive(erase_retired("old", means(storage, "e"), G1, None, again=True), storage)
+    what, _ = drive(erase_retired("old", means(storage, "e"), None, again=True), storage)
     assert what is Erasure.GONE
     assert storage.list(trash_of(G1)) == []
 
@@ -209,10 +209,10 @@ def test_bytes_wait_while_a_successor_of_the_name_is_in_doubt(storage: MemorySto
     let_go(storage)
     again = seal("again", "s1", seq=3, domains=("A", "B"))
     write(storage, [again], prefix="a")
-    assert drive(erase_retired("old", means(storage), G1, None), storage)[0] is Erasure.LATER
+    assert drive(erase_retired("old", means(storage), None), storage)[0] is Erasure.LATER
     assert storage.read("s1/old/.metadata") == OLD.metadata
     write(storage, [Decided("again", Outcome.ABORTED)], prefix="b")
-    assert drive(erase_retired("old", means(storage, "e"), G1, None), storage)[0] is Erasure.GONE
+    assert drive(erase_retired("old", means(storage, "e"), None), storage)[0] is Erasure.GONE
 
 
 def test_removing_and_projecting_one_name_take_turns(storage: MemoryStorage) -> None:
@@ -227,9 +227,7 @@ def test_removing_and_projecting_one_name_take_turns(storage: MemoryStorage) -> 
     plan = Plan([Fault(removal[0], "s1/.metadata", 1, short), Fault(removal[1], data, 1, long)])
     faulty = FaultyStorage(storage, plan)
     erasing = threading.Thread(
-        target=lambda: drive(
-            take_turns(erase_retired("old", means(storage), G1, None), turn), faulty
-        ),
+        target=lambda: drive(take_turns(erase_retired("old", means(storage), None), turn), faulty),
         daemon=True,
     )
     erasing.start()
@@ -242,7 +240,7 @@ def test_removing_and_projecting_one_name_take_turns(storage: MemoryStorage) -> 
     state = write(storage, [again.seal(G1, 3)], prefix="a")
     assert turn.acquire(timeout=60)
     turn.release()
-    done = finish(again.seal(G1, 3), means(storage, "f"), state, holder=None)
+    done = finish(again.seal(G1, 3), Means("A", storage.capabilities, ids("f")), state)
     drive(take_turns(done, turn), storage)
     long.release.set()
     erasing.join(60)
@@ -258,15 +256,13 @@ def test_a_program_that_fails_or_is_stopped_gives_its_turn_back(storage: MemoryS
     turn, stop = threading.Lock(), threading.Event()
     stop.set()
     with pytest.raises(FencedError):
-        drive(
-            take_turns(erase_retired("old", means(storage), G1, None), turn), storage, stopped=stop
-        )
+        drive(take_turns(erase_retired("old", means(storage), None), turn), storage, stopped=stop)
     assert not turn.locked()
     for op, key in (("read", "*/log/*"), ("remove_*", "*")):
         plan = Plan([Fault(op, key, 1, Fail(OSError(errno.EIO, "no")))])
         with pytest.raises(StorageError):
             drive(
-                take_turns(erase_retired("old", means(storage, op), G1, None), turn),
+                take_turns(erase_retired("old", means(storage, op), None), turn),
                 FaultyStorage(storage, plan),
             )
         assert not turn.locked()
@@ -311,8 +307,8 @@ def test_bytes_behind_another_mount_wait(storage: MemoryStorage) -> None:
     for key in ("s1/.metadata", "s1/old"):
         far = Fault("rename", key, 1, Fail(OSError(errno.EXDEV, "another disk")))
         again = FaultyStorage(storage, Plan([far]))
-        what, state = drive(erase_retired("old", means(storage, key[-1]), G1, None), again)
+        what, state = drive(erase_retired("old", means(storage, key[-1]), None), again)
         assert (what, state.save("old").gone) == (Erasure.LATER, False)
         assert storage.read("s1/old/.metadata") == OLD.metadata
-    assert drive(erase_retired("old", means(storage, "z"), G1, None), storage)[0] is Erasure.GONE
+    assert drive(erase_retired("old", means(storage, "z"), None), storage)[0] is Erasure.GONE
     assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]

@@ -76,11 +76,11 @@ class Linkless(Meanwhile):
 
 def let_go_and_erase(storage: Storage) -> Erasure:
     """Retention lets a go, by a session that knows nothing of the one that saves b."""
-    means = Means("A", storage.capabilities, ids("r"))
+    means = Means("A", storage.capabilities, ids("r")).held_by(G1)
     state = drive(
-        retire(A.seal(G1, 1), means, G1, fold(storage), reason="keep", together={"aaa"}), storage
+        retire(A.seal(G1, 1), means, fold(storage), reason="keep", together={"aaa"}), storage
     ).state
-    return drive(erase_retired("aaa", means, G1, state), storage)[0]
+    return drive(erase_retired("aaa", means, state), storage)[0]
 
 
 def show_b(storage: Storage) -> None:
@@ -140,8 +140,8 @@ def test_a_deleted_save_is_not_put_back(storage: Storage) -> None:
 
     def show_and_delete() -> None:
         show_b(storage)
-        means = Means("A", storage.capabilities, ids("other"))
-        together = retire(B.seal(G1, 2), means, G1, fold(storage), reason="keep", together={"bbb"})
+        means = Means("A", storage.capabilities, ids("other")).held_by(G1)
+        together = retire(B.seal(G1, 2), means, fold(storage), reason="keep", together={"bbb"})
         drive(together, storage)
 
     _erase_alone(Meanwhile(storage, "rename", show_and_delete))
@@ -247,8 +247,8 @@ def test_a_second_session_of_a_run_shares_turns_and_spared_deletes(tmp_path: Pat
         first = next(iter(fold(session.storage).saves.values())).seal
         assert first is not None
         session.deferred_deletes.add(first.save_id)
-        means = Means(session.placement.mine.id, session.caps, ids("r"))
-        program = partial(retire, first, means, held.generation, None, reason="keep")
+        means = session.means().held_by(held.generation)
+        program = partial(retire, first, means, None, reason="keep")
         drive(program(together={first.save_id}), session.storage)
         writer = ckptfs.StorageWriter(f"{run}/step_2", run=held)
         dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)

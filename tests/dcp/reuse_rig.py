@@ -109,8 +109,7 @@ class Run:
         program = delete_save(
             self.seal(name),
             {domain: state},
-            Means(domain, session.caps, self._ids),
-            self.held.generation,
+            Means(domain, session.caps, self._ids).held_by(self.held.generation),
             reason="the test",
         )
         drive(program, session.storage)

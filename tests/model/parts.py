@@ -196,7 +196,7 @@ def driver_again(what: Whole, domains: tuple[str, ...] = ("A",)) -> Steps:
             return "taken"
     for domain in taken.everywhere:
         means = Means(domain, what.caps, ids(f"again-{what.save_id}-{domain}"))
-        program = record_removal(taken, means, what.gen, views[domain])
+        program = record_removal(taken, means.held_by(what.gen), views[domain])
         if isinstance((yield from on(domain, program)), Refused):
             return "lies there"
     del views, program, taken, means
@@ -215,7 +215,7 @@ def _commit(what: Whole, means: Means, state: Any) -> Steps:
         yield home, Tell(("failed", what.save_id))
         return f"refused {outcome.reason}"
     yield home, Tell(("acknowledged", what.save_id))
-    state = yield from on(home, owner_steps.finish(seal, means, state, holder=what.gen))
+    state = yield from on(home, owner_steps.finish(seal, means.held_by(what.gen), state))
     yield home, Tell(("finished", what.save_id, home))
     yield home, Tell(("decision", what.save_id), real.read_home(home, "h", state))
     return "committed"

@@ -298,9 +298,9 @@ def _pins_forgotten() -> list[Patch]:
 def _bytes_before_the_entry() -> list[Patch]:
     real = deletion_steps.delete_save
 
-    def delete(seal: Any, views: Any, means: Any, holder: Any, **more: Any) -> Steps:
-        yield from erase.erase(seal, views, means.domain, trash.trash_of(holder), means.caps)
-        return (yield from real(seal, views, means, holder, **more))
+    def delete(seal: Any, views: Any, means: Any, **more: Any) -> Steps:
+        yield from erase.erase(seal, views, means.domain, trash.trash_of(means.holder), means.caps)
+        return (yield from real(seal, views, means, **more))
 
     return [(programs, "delete_save", delete), (recovery, "delete_save", delete)]
 
@@ -308,10 +308,10 @@ def _bytes_before_the_entry() -> list[Patch]:
 def _delete_in_one_domain_is_enough() -> list[Patch]:
     real = deletion_steps.finish_delete
 
-    def delete(seal: Any, views: Any, means: Any, holder: Any, **more: Any) -> Steps:
+    def delete(seal: Any, views: Any, means: Any, **more: Any) -> Steps:
         more.pop("reason")
         more.pop("still", None)
-        return (yield from real(seal, views, means, holder, **more))
+        return (yield from real(seal, views, means, **more))
 
     return [(recovery, "delete_save", delete)]
 

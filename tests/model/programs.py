@@ -338,10 +338,13 @@ def _save(
         yield from _give_up(what, domain, means, base, sealed=sealed)
         return f"refused {reason}"
     yield domain, Tell(("acknowledged", what.save_id))
-    holder = what.gen if what.clears else None
     run = in_turns if what.turns else on
     finishing = owner_steps.finish(
-        seal, means, state, holder=holder, in_hand=in_hand, at_once=what.last
+        seal,
+        means.held_by(what.gen) if what.gen is not None and what.clears else means,
+        state,
+        in_hand=in_hand,
+        at_once=what.last,
     )
     yield from run(domain, finishing)
     del finishing
@@ -350,7 +353,7 @@ def _save(
         state = yield from on(domain, catch_up())
         # Whoever overtook this one before it was projected may not have projected its own yet.
         if state.generation == base and (yield from _shows(what, domain)):
-            yield from on(domain, remove_unheld(expected, means, base, state))
+            yield from on(domain, remove_unheld(expected, means.held_by(base), state))
     return "committed"
 
 
@@ -393,7 +396,7 @@ def clearer(gen: Generation, after: What, caps: Capabilities) -> Steps:
     """What a run's background thread does once ``after`` is projected."""
     yield "A", Hear((("finished", after.save_id, "A"),))
     means = Means("A", caps, ids(f"clear-{after.save_id}"))
-    outcome = yield from on("A", owner_steps.clear(means, None, gen))
+    outcome = yield from on("A", owner_steps.clear(means.held_by(gen), None))
     return "fenced" if isinstance(outcome, Refused) else "cleared"
 
 
@@ -402,22 +405,20 @@ def retirer(gen: Generation, name: str, caps: Capabilities, *, turns: bool = Tru
 
     turns: the saves are of the same process; else of another one that has the same generation.
     """
-    means = Means("A", caps, ids(f"retire-{name}"))
+    means = Means("A", caps, ids(f"retire-{name}")).held_by(gen)
     views = {"A": (yield from on("A", catch_up()))}
     found = [live.seal for live in catalog(views) if live.seal.name == name]
     if not found:
         return "nothing"
     save_id = found[-1].save_id
-    program = deletion_steps.retire(
-        found[-1], means, gen, views["A"], reason="keep", together={save_id}
-    )
+    program = deletion_steps.retire(found[-1], means, views["A"], reason="keep", together={save_id})
     outcome = yield from on("A", program)
     if isinstance(outcome, Refused):
         return f"refused {outcome.reason}"
     yield "A", Tell(("retired", save_id))
     del views, found, outcome
     run = in_turns if turns else on
-    what, _ = yield from run("A", deletion_steps.erase_retired(save_id, means, gen, None))
+    what, _ = yield from run("A", deletion_steps.erase_retired(save_id, means, None))
     return str(what.value)
 
 
@@ -430,7 +431,7 @@ def remover(who: str, gen: Generation, name: str, caps: Capabilities) -> Steps:
         # One that is deleted already is its deleter's: whoever goes on with it fences first.
         if ours and not (save.aborted or save.gone or save.deleted):
             assert save.seal is not None
-            yield from on("A", remove_unheld(save.seal, means, gen, state))
+            yield from on("A", remove_unheld(save.seal, means.held_by(gen), state))
     return "done"
 
 
@@ -487,7 +488,7 @@ def saver_again(what: What, spec: Holder) -> Steps:
     state = yield from on("A", catch_up())
     done = yield from on(
         "A",
-        record_removal(taken, means, spec.gen, state),
+        record_removal(taken, means.held_by(spec.gen), state),
     )
     if isinstance(done, Refused):
         return "lies there"
@@ -525,7 +526,7 @@ def saver_replacing(what: What, spec: Holder) -> Steps:
         yield from on("A", owner_steps.undo(what.keys, base, means))
         return f"refused {reason}"
     yield "A", Tell(("acknowledged", what.save_id))
-    yield from on("A", owner_steps.finish(seal, means, outcome.state, holder=None))
+    yield from on("A", owner_steps.finish(seal, means, outcome.state))
     yield "A", Tell(("finished", what.save_id, "A"))
     return "committed"
 
@@ -546,7 +547,7 @@ def _seal_again(what: What, base: Generation, spec: Holder, means: Means) -> Ste
         yield from on("A", owner_steps.undo(what.keys, spec.gen, means))
         return f"refused {reason}"
     yield "A", Tell(("acknowledged", what.save_id))
-    program = owner_steps.finish(seal, means, outcome.state, holder=spec.gen, at_once=True)
+    program = owner_steps.finish(seal, means.held_by(spec.gen), outcome.state, at_once=True)
     yield from on("A", program)
     yield "A", Tell(("finished", what.save_id, "A"))
     yield from on("A", release_fence(spec.gen, means.ids, None, Stamp()))
@@ -642,7 +643,9 @@ def _claim(spec: Holder, own: Iterator[str], keep: tuple[str, ...] = ()) -> Step
         return "fenced"
     del reports
     for domain in spec.domains:
-        yield from on(domain, recovery.settle(plan, domain, spec.gen, spec.caps, ids=own))
+        yield from on(
+            domain, recovery.settle(plan, Means(domain, spec.caps, own).held_by(spec.gen))
+        )
     yield spec.domains[0], Tell(("ready", *_text(spec.gen), *spec.domains))
     return "ready"
 
@@ -683,7 +686,9 @@ def _delete(spec: Holder, name: str, own: Iterator[str]) -> Steps:
             continue
         outcome = yield from on(
             domain,
-            delete_save(found[-1], views, Means(domain, spec.caps, own), spec.gen, reason="asked"),
+            delete_save(
+                found[-1], views, Means(domain, spec.caps, own).held_by(spec.gen), reason="asked"
+            ),
         )
         if isinstance(outcome, Refused):
             return

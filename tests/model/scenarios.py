@@ -940,7 +940,8 @@ def _both_sealed(
     yield "A", Tell(("acknowledged", what.save_id))
     for domain in order:
         means = Means(domain, what.caps, ids(f"{what.save_id}-{domain}f"))
-        yield from on(domain, owner_steps.finish(seal, means, states[domain], holder=what.gen))
+        brings = means if what.gen is None else means.held_by(what.gen)
+        yield from on(domain, owner_steps.finish(seal, brings, states[domain]))
         yield domain, Tell(("finished", what.save_id, domain))
     return "committed"
 

@@ -123,7 +123,7 @@ def delete(run: Run, name: str) -> str:
     assert view is not None
     views = dict([view])
     [seal] = [s.seal for s in views[view[0]].saves.values() if s.seal and s.seal.name == name]
-    program = delete_save(seal, views, run.session.means(), run.generation, reason="test")
+    program = delete_save(seal, views, run.session.means().held_by(run.generation), reason="test")
     done = drive(program, run.session.storage)
     return str(done.reason) if isinstance(done, Refused) else "deleted"
 

@@ -20,7 +20,7 @@ from ckptfs.commit.catalog.catalog import looking_at
 from ckptfs.commit.decisions import Refusal, needs_claim, with_bytes
 from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, retire
 from ckptfs.commit.delete.trash import drop_trash, own_trash
-from ckptfs.commit.log.append import Means, Refused, catch_up
+from ckptfs.commit.log.append import HolderMeans, Refused, catch_up
 from ckptfs.commit.log.entries import Generation, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import MakeDir, Program, drive
@@ -35,7 +35,7 @@ from ckptfs.uri import Uri
 __all__ = ["delete_checkpoint", "holds", "remove_save", "remove_unheld"]
 
 Removed = tuple[Refusal | Erasure, LogState]
-Remover = Callable[[Seal, Means, Generation, LogState], Program[Removed]]
+Remover = Callable[[Seal, HolderMeans, LogState], Program[Removed]]
 
 
 def holds(checkpoint: Uri, storage_options: Mapping[str, Any], save_id: str | None = None) -> bool:
@@ -87,27 +87,25 @@ def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover
     return True
 
 
-def remove_unheld(
-    seal: Seal, means: Means, holder: Generation, state: LogState
-) -> Program[Removed]:
+def remove_unheld(seal: Seal, means: HolderMeans, state: LogState) -> Program[Removed]:
     """Remove a save as ``remove_save`` does, in a run without an owner.
 
-    holder is the current generation. The remover's trash is made before the entry is appended: a
-    later fence removes that directory, and an earlier one refuses the entry.
+    The holder in ``means`` is the current generation. The remover's trash is made before the entry
+    is appended: a later fence removes that directory, and an earlier one refuses the entry.
     """
     if state.save(seal.save_id).deleted:
         return Erasure.LATER, state  # another process entered the delete, and moves the bytes
     if means.caps.shape is Shape.OBJECT:
-        return (yield from remove_save(seal, means, holder, state))
-    trash = own_trash(holder, next(means.ids))
+        return (yield from remove_save(seal, means, state))
+    trash = own_trash(means.holder, next(means.ids))
     yield MakeDir(trash)
-    done = yield from remove_save(seal, means, holder, state, trash)
+    done = yield from remove_save(seal, means, state, trash)
     yield from drop_trash(trash)
     return done
 
 
 def remove_save(
-    seal: Seal, means: Means, holder: Generation, state: LogState, trash: str | None = None
+    seal: Seal, means: HolderMeans, state: LogState, trash: str | None = None
 ) -> Program[Removed]:
     """Enter the delete of a save unless that was done, and remove its bytes.
 
@@ -117,9 +115,7 @@ def remove_save(
     """
     known = state if means.caps.exclusive_create else None
     if not state.save(seal.save_id).deleted:
-        done = yield from retire(
-            seal, means, holder, known, reason="removed", together=(seal.save_id,)
-        )
+        done = yield from retire(seal, means, known, reason="removed", together=(seal.save_id,))
         state = done.state
         if isinstance(done, Refused):
             if not state.save(seal.save_id).deleted:
@@ -127,14 +123,14 @@ def remove_save(
             return Erasure.LATER, state  # another process was first, and moves the bytes
         known = state if means.caps.exclusive_create else None
     again = trash is None  # the holder's trash has what an earlier try left; ours is new
-    return (yield from erase_retired(seal.save_id, means, holder, known, again=again, trash=trash))
+    return (yield from erase_retired(seal.save_id, means, known, again=again, trash=trash))
 
 
 def _delete(
     seal: Seal, session: RunSession, holder: Generation, state: LogState, remove: Remover
 ) -> LogState:
-    where, means = session.storage.uri(seal.name), session.means()
-    what, state = drive(remove(seal, means, holder, state), session.storage)
+    where, means = session.storage.uri(seal.name), session.means().held_by(holder)
+    what, state = drive(remove(seal, means, state), session.storage)
     session.touch_log_later()
     match what:
         case Refusal.FENCED | Erasure.FENCED:

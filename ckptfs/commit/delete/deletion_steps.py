@@ -54,6 +54,7 @@ from ckptfs.commit.delete.erase import LEFT, ProjectedFiles, erase, look_at_name
 from ckptfs.commit.delete.trash import move_to_trash, trash_of
 from ckptfs.commit.log.append import (
     Appended,
+    HolderMeans,
     Means,
     Refused,
     append,
@@ -121,8 +122,7 @@ logger = logging.getLogger("ckptfs.commit")
 def delete_save(
     seal: Seal,
     views: Mapping[str, LogState],
-    means: Means,
-    holder: Generation,
+    means: HolderMeans,
     *,
     reason: str,
     still: Callable[[LogState], bool] = lambda _: True,
@@ -132,20 +132,17 @@ def delete_save(
     views: The folded logs of all reached domains. still: As for ``enter_delete``.
     """
     state = views[means.domain]
-    outcome = yield from enter_delete(
-        seal.save_id, means, holder, state, reason=reason, still=still
-    )
+    outcome = yield from enter_delete(seal.save_id, means, state, reason=reason, still=still)
     if isinstance(outcome, Refused) and (
         outcome.reason is Refusal.FENCED or not outcome.state.save(seal.save_id).deleted
     ):
         return outcome
-    return (yield from finish_delete(seal, {**views, means.domain: outcome.state}, means, holder))
+    return (yield from finish_delete(seal, {**views, means.domain: outcome.state}, means))
 
 
 def enter_delete(
     save_id: str,
-    means: Means,
-    holder: Generation,
+    means: HolderMeans,
     state: LogState | None,
     *,
     reason: str,
@@ -160,7 +157,7 @@ def enter_delete(
     def decide(current: LogState) -> Delete | Refused[Refusal]:
         if not still(current):
             return Refused(Refusal.NOTHING, current)
-        return may_delete(current, save_id, holder, reason)
+        return may_delete(current, save_id, means.holder, reason)
 
     return (yield from append_here(decide, means, state))
 
@@ -168,8 +165,7 @@ def enter_delete(
 def finish_delete(
     seal: Seal,
     views: Mapping[str, LogState],
-    means: Means,
-    holder: Generation,
+    means: HolderMeans,
     *,
     trash: str | None = None,
     found: Mapping[str, ProjectedFiles] | None = None,
@@ -179,17 +175,19 @@ def finish_delete(
     trash: The remover's own directory if it does not hold the run; None: the holder's.
     found: As for ``erase``.
     """
-    state, where = views[means.domain], trash or trash_of(holder)
+    state, where = views[means.domain], trash or trash_of(means.holder)
     if not (yield from erase(seal, views, means.domain, where, means.caps, found=found)):
         return Refused(Refusal.NOTHING, state)
-    return (yield from _enter_gone(seal.save_id, means, holder, state))
+    return (yield from _enter_gone(seal.save_id, means, state))
 
 
 def _enter_gone(
-    save_id: str, means: Means, holder: Generation, state: LogState
+    save_id: str, means: HolderMeans, state: LogState
 ) -> Program[Appended | Refused[Refusal]]:
     return (
-        yield from append_here(lambda current: may_forget(current, save_id, holder), means, state)
+        yield from append_here(
+            lambda current: may_forget(current, save_id, means.holder), means, state
+        )
     )
 
 
@@ -294,8 +292,7 @@ class Erasure(Enum):
 
 def retire(
     seal: Seal,
-    means: Means,
-    holder: Generation,
+    means: HolderMeans,
     state: LogState | None,
     *,
     reason: str,
@@ -315,7 +312,7 @@ def retire(
         here = {means.domain: current}
         return not together or reason_to_keep(seal.save_id, here, AT_ENTRY, together) is None
 
-    done = yield from enter_delete(seal.save_id, means, holder, state, reason=reason, still=still)
+    done = yield from enter_delete(seal.save_id, means, state, reason=reason, still=still)
     if isinstance(done, Refused):
         return done
     summed = yield from write_snapshot(done.state, write_id=next(means.ids), stamp=means.stamp)
@@ -324,8 +321,7 @@ def retire(
 
 def erase_retired(
     save_id: str,
-    means: Means,
-    holder: Generation,
+    means: HolderMeans,
     state: LogState | None,
     *,
     again: bool = False,
@@ -338,21 +334,21 @@ def erase_retired(
     """
     current, found = yield from _look_again(save_id, means, state)
     save = current.save(save_id)
-    if current.generation > holder:
+    if current.generation > means.holder:
         return Erasure.FENCED, current
     if save.seal is None or not save.deleted or save.gone:
         return Erasure.GONE, current
     if again and means.caps.shape is Shape.FILESYSTEM:
         # A renamed file is not found at its place any more: the next try would take it for removed.
-        yield from _empty_trash(save_id, trash_of(holder))
+        yield from _empty_trash(save_id, trash_of(means.holder))
     views = {means.domain: current}
-    done = yield from finish_delete(save.seal, views, means, holder, trash=trash, found=found)
+    done = yield from finish_delete(save.seal, views, means, trash=trash, found=found)
     if done.state.save(save_id).gone:
         write_id = next(means.ids)
         return Erasure.GONE, (
             yield from write_snapshot(done.state, write_id=write_id, stamp=means.stamp)
         )
-    fenced = done.state.generation > holder
+    fenced = done.state.generation > means.holder
     return (Erasure.FENCED if fenced else Erasure.LATER), done.state
 
 
@@ -463,7 +459,7 @@ def _entries(key: str) -> Program[list[Entry]]:
 
 
 def record_removal(
-    seal: Seal, means: Means, holder: Generation, state: LogState
+    seal: Seal, means: HolderMeans, state: LogState
 ) -> Program[LogState | Refused[Refusal]]:
     """Record that a save was removed by hand and that its bytes are gone here. Only for the holder.
 
@@ -471,10 +467,10 @@ def record_removal(
     """
     if not (yield from lies_nowhere(seal, means.domain, means.caps.shape)):
         return Refused(Refusal.NOTHING, state)
-    entered = yield from enter_delete(seal.save_id, means, holder, state, reason=REMOVED_BY_HAND)
+    entered = yield from enter_delete(seal.save_id, means, state, reason=REMOVED_BY_HAND)
     if isinstance(entered, Refused) and not entered.state.save(seal.save_id).deleted:
         return entered
-    done = yield from _enter_gone(seal.save_id, means, holder, entered.state)
+    done = yield from _enter_gone(seal.save_id, means, entered.state)
     if isinstance(done, Refused) and not done.state.save(seal.save_id).gone:
         return done
     return done.state
@@ -572,12 +568,12 @@ def record_removed(session: RunSession, name: str, artifact: Kind, holder: Gener
 def _record_here(session: RunSession, removed: Sequence[Removal], holder: Generation) -> bool:
     if not session.placement.is_owner:
         return True
-    means = session.means()
+    means = session.means().held_by(holder)
     for one in removed:
         if means.domain not in one.seal.everywhere:
             continue
         state = drive(catch_up_again(session.fold_from), session.storage)
-        done = drive(record_removal(one.seal, means, holder, state), session.storage)
+        done = drive(record_removal(one.seal, means, state), session.storage)
         if isinstance(done, Refused):
             return False
         session.known.learn(done)

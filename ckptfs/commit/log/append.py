@@ -24,12 +24,13 @@ import errno
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from ckptfs.commit.log.entries import (
     Body,
     Entry,
+    Generation,
     Snapshot,
     Stamp,
     decode_entry,
@@ -86,6 +87,7 @@ __all__ = [
     "CheckedLog",
     "FoundHint",
     "Gap",
+    "HolderMeans",
     "LogBudget",
     "Means",
     "Refused",
@@ -117,6 +119,10 @@ class Means:
     ids: Iterator[str]
     stamp: Stamp = Stamp()
 
+    def held_by(self, holder: Generation) -> HolderMeans:
+        """Return these means for the process that holds the run, under the generation ``holder``."""
+        return HolderMeans(self.domain, self.caps, self.ids, self.stamp, holder=holder)
+
     def tried(self, state: LogState | None) -> LogState | None:
         """Return the fold by which an append decides before it reads the log; None to read first.
 
@@ -126,6 +132,17 @@ class Means:
         """
         is_object = self.caps.shape is Shape.OBJECT
         return state if is_object and self.caps.exclusive_create else None
+
+
+@dataclass(frozen=True, slots=True)
+class HolderMeans(Means):
+    """What a program needs that only the holder of the run may run: a newer fence refuses its entries.
+
+    Attributes:
+        holder: The generation that holds the run.
+    """
+
+    holder: Generation = field(kw_only=True)
 
 
 logger = logging.getLogger("ckptfs.commit")

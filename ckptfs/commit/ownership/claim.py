@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ckptfs.commit.decisions import may_claim, unreleased
-from ckptfs.commit.log.append import Appended, Refused, append, catch_up_again
+from ckptfs.commit.log.append import Appended, Means, Refused, append, catch_up_again
 from ckptfs.commit.log.entries import GENESIS, Fence, FenceMode, Generation, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import control_is_plain, drive, read_limited
@@ -458,11 +458,7 @@ class _Claimant:
             if plan is not None:
                 program = settle(
                     replace(plan, views={**plan.views, self._domain: own_states[0]}),
-                    self._domain,
-                    generation,
-                    caps,
-                    ids=self._ids,
-                    stamp=self._stamp,
+                    Means(self._domain, caps, self._ids, self._stamp).held_by(generation),
                     left_to_caller=self._deferred_deletes,
                 )
                 try:

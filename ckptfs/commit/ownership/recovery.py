@@ -14,7 +14,7 @@ committed the whole, and kept if the home is out of reach.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ckptfs.commit.decisions import Deletable, Refusal, may_abort, may_publish, pending_deletes
@@ -26,8 +26,15 @@ from ckptfs.commit.delete.deletion_steps import (
     wipe_leftovers,
 )
 from ckptfs.commit.delete.trash import take_trash
-from ckptfs.commit.log.append import Appended, Means, Refused, append, catch_up, write_snapshot
-from ckptfs.commit.log.entries import Body, Decided, Generation, Outcome, Seal, Stamp
+from ckptfs.commit.log.append import (
+    Appended,
+    HolderMeans,
+    Refused,
+    append,
+    catch_up,
+    write_snapshot,
+)
+from ckptfs.commit.log.entries import Body, Decided, Generation, Outcome, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import List, Program, Read, Refresh, Sync, is_checkpoint_name
 from ckptfs.commit.ownership.recovery_plan import (
@@ -138,24 +145,13 @@ def _has_no_data_directory(save_id: str, caps: Capabilities) -> Program[bool]:
 
 
 def settle(
-    plan: Plan,
-    domain: str,
-    holder: Generation,
-    caps: Capabilities,
-    *,
-    ids: Iterator[str],
-    stamp: Stamp = Stamp(),
-    left_to_caller: set[str] | None = None,
+    plan: Plan, means: HolderMeans, *, left_to_caller: set[str] | None = None
 ) -> Program[LogState]:
     """Carry the plan out in one domain, and delete what was replaced.
 
     Args:
         plan: The plan over all domains.
-        domain: The domain.
-        holder: The generation of the new fence.
-        caps: The capabilities of the storage.
-        ids: Fresh write ids.
-        stamp: The process and the time, for people.
+        means: The domain, and the generation of the new fence.
         left_to_caller: Takes the ids of saves with a delete in the log and bytes that the caller removes.
             None removes the bytes here.
 
@@ -165,17 +161,14 @@ def settle(
     Raises:
         FencedError: A newer owner took the run in between.
     """
-    views = yield from settle_plan(
-        plan, domain, holder, caps, ids=ids, stamp=stamp, left_to_caller=left_to_caller
-    )
-    means = Means(domain, caps, ids, stamp)
+    domain, caps = means.domain, means.caps
+    views = yield from settle_plan(plan, means, left_to_caller=left_to_caller)
     for doom in pending_deletes(views):
         if domain in doom.seal.everywhere:
             delete = delete_save(
                 doom.seal,
                 views,
                 means,
-                holder,
                 reason=doom.reason,
                 still=_is_still_pending(doom, views, domain),
             )
@@ -185,31 +178,25 @@ def settle(
             _stop_if_fenced(gone, domain)
             views = {**views, domain: gone.state}
     yield from sweep_empty(domain, views, caps)
-    return (yield from write_snapshot(views[domain], write_id=next(ids), stamp=stamp))
+    return (yield from write_snapshot(views[domain], write_id=next(means.ids), stamp=means.stamp))
 
 
 def settle_plan(
-    plan: Plan,
-    domain: str,
-    holder: Generation,
-    caps: Capabilities,
-    *,
-    ids: Iterator[str],
-    stamp: Stamp = Stamp(),
-    left_to_caller: set[str] | None = None,
+    plan: Plan, means: HolderMeans, *, left_to_caller: set[str] | None = None
 ) -> Program[Mapping[str, LogState]]:
     """Carry the plan out in one domain, and do nothing else.
 
     Errors and ``left_to_caller`` as for ``settle``.
     """
-    state, means = plan.views[domain], Means(domain, caps, ids, stamp)
+    domain, holder, caps = means.domain, means.holder, means.caps
+    state = plan.views[domain]
     doubtful = names_saved_twice(state)  # before the saves that are gone are settled
     dead: list[AttemptRecord] = []
     for record in plan.abort:
         outcome = yield from append(
             lambda current, r=record: may_abort(current, r.save_id, holder),  # type: ignore[misc]
-            write_id=next(ids),
-            stamp=stamp,
+            write_id=next(means.ids),
+            stamp=means.stamp,
             state=state,
         )
         state = outcome.state
@@ -220,19 +207,19 @@ def settle_plan(
             continue
         decided = yield from append(
             lambda current, s=save_id, w=what: _may_record(current, s, w, holder),  # type: ignore[misc]
-            write_id=next(ids),
-            stamp=stamp,
+            write_id=next(means.ids),
+            stamp=means.stamp,
             state=state,
         )
         state = decided.state
         _stop_if_fenced(decided, domain)
     for seal in plan.publish:
-        published = yield from publish(seal, domain, state, holder, ids=ids, stamp=stamp)
+        published = yield from publish(seal, means, state)
         state = published.state
         _stop_if_fenced(published, domain)
     # Before any of their bytes is removed: after the entry, no process publishes them here.
     known_views = {**plan.views, domain: state}
-    noted = yield from note_deletes(known_views, means, holder)
+    noted = yield from note_deletes(known_views, means)
     _stop_if_fenced(noted, domain)
     views: Mapping[str, LogState] = {**known_views, domain: noted.state}
     for record in (*dead, *plan.released):
@@ -240,7 +227,7 @@ def settle_plan(
         if is_released(record.save_id, record.of, views, domain):
             discard = discard_attempt(record.save_id, record.name, holder, caps)
             yield from _if_permitted(discard, record.save_id, caps)
-    views = yield from _complete_deletes(views, means, holder, left_to_caller)
+    views = yield from _complete_deletes(views, means, left_to_caller)
     yield from project_all(views, domain, caps, holder, doubtful)
     return views
 
@@ -298,8 +285,7 @@ def _stop_if_fenced(outcome: object, domain: str) -> None:
 
 def _complete_deletes(
     views: Mapping[str, LogState],
-    means: Means,
-    holder: Generation,
+    means: HolderMeans,
     left_to_caller: set[str] | None,
 ) -> Program[Mapping[str, LogState]]:
     """Finish deletes that a crash interrupted, and deletes that another domain began.
@@ -317,10 +303,10 @@ def _complete_deletes(
             continue
         reason = "another domain began the delete"
         if left_to_caller is None:
-            delete = delete_save(save.seal, views, means, holder, reason=reason)
+            delete = delete_save(save.seal, views, means, reason=reason)
         else:
             left_to_caller.add(save.save_id)
-            delete = enter_delete(save.save_id, means, holder, views[domain], reason=reason)
+            delete = enter_delete(save.save_id, means, views[domain], reason=reason)
         gone = yield from _if_permitted(delete, save.seal.name, caps)
         if gone is None:
             continue
@@ -358,30 +344,22 @@ def sweep_empty(domain: str, views: Mapping[str, LogState], caps: Capabilities) 
 
 
 def publish(
-    seal: Seal,
-    domain: str,
-    state: LogState,
-    by: Generation,
-    *,
-    ids: Iterator[str],
-    stamp: Stamp = Stamp(),
+    seal: Seal, means: HolderMeans, state: LogState
 ) -> Program[Appended | Refused[Refusal]]:
     """Record the home's decision in this domain, if it holds parts of the save."""
-    if domain in seal.domains or domain not in seal.everywhere:
+    if means.domain in seal.domains or means.domain not in seal.everywhere:
         return Refused(Refusal.NOTHING, state)
     return (
         yield from append(
-            lambda current: may_publish(current, seal, by),
-            write_id=next(ids),
-            stamp=stamp,
+            lambda current: may_publish(current, seal, means.holder),
+            write_id=next(means.ids),
+            stamp=means.stamp,
             state=state,
         )
     )
 
 
-def note_deletes(
-    views: Views, means: Means, by: Generation
-) -> Program[Appended | Refused[Refusal]]:
+def note_deletes(views: Views, means: HolderMeans) -> Program[Appended | Refused[Refusal]]:
     """Append the deletes of saves that were never published in this domain.
 
     It holds only parts of them.
@@ -395,7 +373,7 @@ def note_deletes(
         if standing(save_id, views) is not Standing.DELETED:
             continue
         outcome = yield from enter_delete(
-            save_id, means, by, outcome.state, reason="its home domain deleted it"
+            save_id, means, outcome.state, reason="its home domain deleted it"
         )
         if isinstance(outcome, Refused) and outcome.reason is Refusal.FENCED:
             return outcome

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptfs.commit.decisions import Refusal, may_fence, may_seal_part
-from ckptfs.commit.log.append import Refused, append, catch_up, make_log, write_snapshot
+from ckptfs.commit.log.append import Means, Refused, append, catch_up, make_log, write_snapshot
 from ckptfs.commit.log.entries import Body, Fence, Generation, Part, PartRef, Seal, Stamp
 from ckptfs.commit.log.fold import LogState, SaveState
 from ckptfs.commit.log.saves import Saves
@@ -161,7 +161,8 @@ def apply_word(
         word.home: Report(word.home, state_from_word(word, found.state), ()),
     }
     plan = plan_recovery(reports, word.generation)
-    views = yield from settle_plan(plan, domain, word.generation, caps, ids=ids, stamp=stamp)
+    means = Means(domain, caps, ids, stamp).held_by(word.generation)
+    views = yield from settle_plan(plan, means)
     yield from sweep_empty(domain, views, caps)
     return (yield from write_snapshot(views[domain], write_id=next(ids), stamp=stamp))
 

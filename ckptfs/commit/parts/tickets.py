@@ -349,9 +349,8 @@ class HomeSide:
         try:
             program = finish(
                 seal,
-                self._means,
+                self._means if in_background else self._means.held_by(holder),
                 state,
-                holder=None if in_background else holder,
                 spare=session.deferred_deletes,
                 at_once=at_once,
             )
@@ -366,7 +365,9 @@ class HomeSide:
             # Deletes take requests on an object store, and the caller does not need to wait for
             # them.
             own = frozenset({seal.save_id} if at_once else ())
-            clearing = clear(self._means, self._known, holder, session.deferred_deletes, own)
+            clearing = clear(
+                self._means.held_by(holder), self._known, session.deferred_deletes, own
+            )
             turns = take_turns(clearing, session.turn)
             chore = partial(session.drive_in_background, turns, background)
             background.submit(f"clearing what {seal.name} replaced", chore)

@@ -687,16 +687,15 @@ class Attempt:
             # This domain knows only what its own log records about other saves: an earlier save
             # that is sealed here but not elsewhere must not be projected.
             in_background = background is not None and not self._clears_plain_names()
-            now = None if in_background else holder
+            clears = None if in_background else holder
             behind = holder is not None and in_background
             in_hand = InHand(
                 self._small, self._looks_at_once and self._stood is None, leaves_record=behind
             )
             program = finish(
                 seal,
-                self._means,
+                self._means if clears is None else self._means.held_by(clears),
                 self._state,
-                holder=now,
                 spare=self.session.deferred_deletes,
                 replaces=self._foreign,
                 in_hand=in_hand if self._small else None,
@@ -714,9 +713,8 @@ class Attempt:
             own = frozenset({seal.save_id} if at_once else ())
             tidying = tidy(
                 self._named,
-                self._means,
+                self._means.held_by(holder),
                 self._known,
-                holder,
                 spare=self.session.deferred_deletes,
                 at_once=own,
             )

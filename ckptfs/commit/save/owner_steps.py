@@ -21,6 +21,7 @@ from ckptfs.commit.decisions import Refusal, may_abort, may_seal, to_clear
 from ckptfs.commit.delete.deletion_steps import delete_save, discard_own_attempt
 from ckptfs.commit.log.append import (
     Appended,
+    HolderMeans,
     Means,
     Refused,
     append,
@@ -136,7 +137,6 @@ def finish(
     means: Means,
     state: LogState,
     *,
-    holder: Generation | None,
     spare: Container[str] = frozenset(),
     replaces: str | None = None,
     in_hand: InHand | None = None,
@@ -146,10 +146,9 @@ def finish(
 
     Args:
         seal: The seal of the committed save.
-        means: The domain and its capabilities.
+        means: The domain and its capabilities. If they are those of the run's holder, what earlier
+            commits replaced is deleted, see ``clear``.
         state: This domain's fold with the seal.
-        holder: Our generation, if we hold the run: then what earlier commits replaced is deleted.
-            None: it is not deleted here, see ``clear``.
         spare: As for ``clear``.
         replaces: As for ``project``.
         in_hand: As for ``project``.
@@ -163,9 +162,9 @@ def finish(
         state = yield from _record(seal.save_id, Outcome.COMMITTED, means, state)
     views = {means.domain: state}
     yield from project(seal, views, means.domain, means.caps, replaces=replaces, in_hand=in_hand)
-    if holder is not None:
+    if isinstance(means, HolderMeans):
         own = frozenset({seal.save_id} if at_once else ())
-        outcome = yield from clear(means, state, holder, spare, own)
+        outcome = yield from clear(means, state, spare, own)
         state = outcome.state
         if isinstance(outcome, Refused):
             return state
@@ -174,9 +173,8 @@ def finish(
 
 def tidy(
     keys: AttemptKeys,
-    means: Means,
+    means: HolderMeans,
     state: LogState | None,
-    holder: Generation,
     *,
     spare: Container[str],
     at_once: Container[str],
@@ -187,13 +185,12 @@ def tidy(
     """
     yield from drop_record(keys)
     if state is None or to_clear({means.domain: state}, means.domain, spare, at_once):
-        yield from clear(means, state, holder, spare, at_once)
+        yield from clear(means, state, spare, at_once)
 
 
 def clear(
-    means: Means,
+    means: HolderMeans,
     state: LogState | None,
-    holder: Generation,
     spare: Container[str] = frozenset(),
     at_once: Container[str] = frozenset(),
 ) -> Program[Cleared | Refused[Refusal]]:
@@ -203,9 +200,8 @@ def clear(
     bytes of a save with a delete in the log.
 
     Args:
-        means: The domain and its capabilities.
+        means: The domain, its capabilities, and our generation.
         state: An earlier fold of the log, or None.
-        holder: Our generation.
         spare: Deleted saves with bytes that another task removes. It is checked each time, because
             it may grow during the call.
         at_once: As for ``pending_deletes``.
@@ -221,7 +217,6 @@ def clear(
                 one.seal,
                 views,
                 means,
-                holder,
                 reason=one.reason,
                 still=lambda now, s=one.seal: any(  # type: ignore[misc]
                     s.save_id == other.seal.save_id
