@@ -61,7 +61,7 @@ class Watch:
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
         """What is inside counts as ``part``."""
-        gc.collect()  # what playing the ranks left is nobody's
+        gc.collect()  # what playing the ranks left belongs to no side
         began, cpu = time.perf_counter(), time.process_time()
         yield
         self.cpu_s += time.process_time() - cpu
@@ -152,7 +152,7 @@ def _save(control: _Coordinating, sizes: Sizes) -> bytes:
 
 
 def _part(rank: int, count: int) -> WrittenPart:
-    """What a rank tells that wrote so many items."""
+    """What a rank reports that wrote so many items."""
     name = f"{SAVE_ID}/__{rank}_0.distcp"
     sidecar = sidecar_name(name)
     files = (

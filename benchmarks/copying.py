@@ -1,4 +1,4 @@
-"""What a copy and an export of a checkpoint cost, beside ``cp -r`` and safetensors' own writer.
+"""What a copy and an export of a checkpoint cost, compared with ``cp -r`` and safetensors' own writer.
 
     python -m benchmarks.floors copy
 

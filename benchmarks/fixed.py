@@ -193,7 +193,7 @@ def _job(ranks: int, directory: Path, rounds: int) -> dict[str, Any]:
 def _torchrun(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> None:
     """RuntimeError: it failed. TimeoutExpired: it took longer. On any end no process is left.
 
-    Where one rank fails torchrun ends the others, so nobody waits in a barrier for it.
+    If one rank fails torchrun ends the others, so no rank waits in a barrier for it.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *arguments]

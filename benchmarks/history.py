@@ -1,7 +1,7 @@
 """What a save costs in an old run, and what ``latest`` costs in one that deletes nothing.
 
-history   a run that keeps three of so many saves: processor time of a save there, beside one in a new run
-catalog   a run with so many live saves: processor time of ``latest`` for each of them, beside a run of 1,000
+history   a run that keeps three of so many saves: processor time of a save there, compared with one in a new run
+catalog   a run with so many live saves: processor time of ``latest`` for each of them, compared with a run of 1,000
 
 The old runs are made by writing their logs, entry by entry as a manager would have, without the tensors of
 saves that are gone. Old and new are measured in turn, in this process.
@@ -84,7 +84,7 @@ def write_log(run: Path, saves: int, *, keeps: int | None) -> None:
         if keeps is not None and n > keeps:
             append(Delete(ids[n - keeps - 1], BASE, "retention"))
             append(Gone(ids[n - keeps - 1], BASE))
-        # Of the snapshots only the last ones are made: nobody reads the others, and together they are GBs.
+        # Of the snapshots only the last ones are made: no one reads the others, and together they are GBs.
         if n > saves - SNAPSHOT_EVERY and state.next - state.snapshot_at >= SNAPSHOT_EVERY:
             number = state.next
             append(snapshot_of(state))
@@ -149,7 +149,7 @@ def catalog(saves: int, rounds: int, *, within: Path) -> Result:
         root = Path(directory)
         for name, count in (("many", saves), ("few", FEW)):
             write_log(root / name, count, keeps=None)
-            # A real one comes last: ``latest`` refuses one whose files were removed.
+            # A real one comes last: ``latest`` refuses one without its files.
             with CheckpointManager(str(root / name)) as manager:
                 manager.save(count + 1, {"w": torch.zeros(NUMEL)})
         tables.say("catalog: the runs are made")

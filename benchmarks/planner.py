@@ -1,4 +1,4 @@
-"""What a save costs the coordinator of a large job before and after the bytes: ckptfs beside stock DCP.
+"""What a save costs the coordinator of a large job before and after the bytes: ckptfs and stock DCP.
 
     python -m benchmarks.floors planner --worlds 256,1024               pairs in turn: minutes
 

@@ -1,4 +1,4 @@
-"""What it costs to read ``.metadata`` and objects: this tree's readers beside those of another tree.
+"""What it costs to read ``.metadata`` and objects: this tree's readers compared with another tree's.
 
     python -m benchmarks.floors readers --old ../before [--pairs 7]
     readers.py CASE PATH                                          one turn: prints its CPU seconds

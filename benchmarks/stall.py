@@ -1,7 +1,7 @@
-"""How long training stands still: ckptfs.async_save beside dcp.async_save and a bare copy.
+"""How long training is blocked: ckptfs.async_save compared with dcp.async_save and a bare copy.
 
     python -m benchmarks.floors stall                                            2 GB, minutes
-    python -m benchmarks.floors stall --device cuda --size 20GB --steps          a state on a GPU, and the steps meanwhile
+    python -m benchmarks.floors stall --device cuda --size 20GB --steps          a state on a GPU, and the steps during the save
 
 One process (a group of one over gloo, which dcp.async_save asks for), one state of tensors on --device, made
 once. Rounds in which everybody has a turn, each round another one first:
@@ -9,13 +9,13 @@ once. Rounds in which everybody has a turn, each round another one first:
     memcpy        every tensor copied into memory that was touched before (page-locked, for a state on a
                   device): what a copy costs here
     ckptfs        async_save into a held run
-    reserved      ckptfs.CheckpointManager(mode="async").save, whose memory was reserved before its first call
+    reserved      ckptfs.CheckpointManager(mode="async").save, with memory reserved before its first call
     dcp thread    dcp.async_save, AsyncCheckpointerType.THREAD, FileSystemWriter
     dcp process   the same with AsyncCheckpointerType.PROCESS
 
 Inside the clock is the call alone, until the tensors may be changed; then the save is waited for,
-outside of it. --steps: until then the process trains, one matrix product a step, and notes tell how much longer
-a step takes than before the call. The first round stands apart: it touches memory, starts the process. The garbage
+outside of it. --steps: until then the process trains, one matrix product a step, and notes say how much longer
+a step takes than before the call. The first round is given separately: it touches memory, starts the process. The garbage
 collector and torch's threads are as torch leaves them, for everybody.
 """
 
@@ -77,7 +77,7 @@ class Pending(Protocol):
 
 
 class Bench:
-    """The peers over one state and one directory. steps: whether the process trains beside the saves."""
+    """The peers over one state and one directory. steps: whether the process trains during the saves."""
 
     def __init__(
         self,

@@ -4,9 +4,9 @@
     findings_of(row, result) what a result says of them: Finding(claim, value, verdict)
     table, markdown          for a terminal, for a page
 
-A ratio belongs to one round, in which both took their turn; its median over the rounds is told. Of several
+A ratio belongs to one round, in which both took their turn; its median over the rounds is given. Of several
 others the one with the least median of seconds counts: the least of each round would be a peer that
-nobody can run.
+no user can run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sense(Enum):
 
 
 class Verdict(Enum):
-    """How a value stands."""
+    """How a value compares."""
 
     GOAL = "goal met"
     FLOOR = "floor met"
@@ -74,7 +74,7 @@ Quantity = Callable[[Engines], "Found | None"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One line. floor and goal are None where a figure is told and nothing is claimed of it; goal alone where a floor is all."""
+    """One line. floor and goal are None where a figure is given and nothing is claimed of it; goal alone where a floor is all."""
 
     row: str
     told: str
@@ -124,7 +124,7 @@ def ours_by_others(*others: str, ours: str = OURS, what: What = What.SECONDS) ->
 def best_of(engines: Mapping[str, Sequence[Sample]], names: Iterable[str]) -> str | None:
     """The name of the engine with the least median seconds; None where none of them took part.
 
-    One engine for all rounds: the best of each round would be a peer that nobody can run.
+    One engine for all rounds: the best of each round would be a peer that no user can run.
     """
     there = [name for name in names if engines.get(name)]
     median = lambda name: statistics.median(one.wall_s for one in engines[name])  # noqa: E731
@@ -233,7 +233,7 @@ def _file_claims() -> Iterable[Claim]:
 
 
 def _server_claims() -> Iterable[Claim]:
-    """Beside torch's FsspecWriter and FsspecReader, s3torchconnector and bare obstore."""
+    """Compared with torch's FsspecWriter and FsspecReader, s3torchconnector and bare obstore."""
     least, most = Sense.AT_LEAST, Sense.AT_MOST
     for phase in BOTH:
         connector, fsspec = others_by_ours("s3torchconnector"), others_by_ours("dcp")
@@ -262,7 +262,7 @@ def _age_claims() -> Iterable[Claim]:
 
 
 def _radosgw_claims(phase: Phase) -> Iterable[Claim]:
-    """On a real gateway, with large tensors; what small ones and moto show is told."""
+    """On a real gateway, with large tensors; what small ones and moto show is given."""
 
     def is_held(workload: str, _: str) -> bool:
         return workload.startswith("llm")
@@ -280,7 +280,7 @@ def _radosgw_claims(phase: Phase) -> Iterable[Claim]:
 
 
 def _planner_claims() -> Iterable[Claim]:
-    """The floor is of one size of world; others are told."""
+    """The floor is of one size of world; others are given."""
 
     def is_held(workload: str, _: str) -> bool:
         return workload.startswith(f"{HELD_RANKS} ranks x {HELD_TENSORS} ")

@@ -1,7 +1,7 @@
 """How each row is measured: who takes part, with what, where. One Result each.
 
-ckptfs.bench does the measuring; what it is asked stands here. A row whose peers are not installed is
-measured without them, and a note of the result says so.
+ckptfs.bench measures what this module asks of it. A row without its peers installed is measured without them,
+and a note of the result says so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMALL_BYTES = 20 << 10  # of one small tensor, on average: see ckptfs.bench.work
 class Sizes:
     """What the command line says. directory: on a disk; memory: on a tmpfs.
 
-    device, steps: of ``stall``. saves: how old a run is. old: the tree that ``readers`` measures beside this one.
+    device, steps: of ``stall``. saves: how old a run is. old: the tree that ``readers`` measures in comparison.
     """
 
     size_bytes: int
@@ -95,7 +95,7 @@ class Files:
 class AtServer:
     """Everybody in turn at a server that is started for it; at most ``most_bytes``, one process.
 
-    small_bytes: of a state of small tensors, beside the large one; 0: none. delay_s: how long a proxy holds each request.
+    small_bytes: of a state of small tensors, in addition to the large one; 0: none. delay_s: how long a proxy holds each request.
     """
 
     server: str
@@ -215,7 +215,7 @@ ROWS: Mapping[str, Callable[[Sizes], Result]] = {
     "planner": lambda s: planner.measured(s.worlds, s.tensors, s.pairs),
     # Loopback, without TLS: what a client costs. The sink keeps it in memory, on the same cores.
     "s3": AtServer("sink"),
-    # The same, and nobody hashes what is sent: as s3torchconnector always does.
+    # The same, and no client hashes what it sends: as s3torchconnector always does.
     "s3-unsigned": AtServer("sink", options=UNSIGNED),
     "tls": AtServer("sink-tls"),
     # A small state over a slow network: what is counted are the requests that wait for each other.
