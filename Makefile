@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 # deaths and deadlines. `PYTEST_JOBS=0` runs them in this one.
 PYTEST_JOBS ?= 3
 SPREAD = -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
-# Machines of the laboratory are several processes each, so their tests run one after the other, and beside
+# Machines of the laboratory are several processes each, so their tests run one after the other, at the same time as
 # the other campaigns: they wait for kernels that boot, for caches that expire, for machines that come back.
 LABS := tests/nfs tests/nodes tests/cuts
 # Of benchmarks/: each row of it runs with tiny sizes.
@@ -55,7 +55,7 @@ export OMP_NUM_THREADS ?= 1
 # torch's store looks up the name of every client in its one thread: where no name server answers,
 # each would hold all ranks for 5 s.
 export RES_OPTIONS ?= timeout:1 attempts:1
-# Without compiled files each of some thousand processes would compile the package anew, and each
+# Without compiled files each of some thousand processes would compile the package again, and each
 # worker of the suite all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -75,7 +75,7 @@ help:
 	@echo "make first-run       what docs/first-run.md says, in an environment of its own"
 	@echo "make test            every test but those of the other lanes (8 minutes)"
 	@echo "make test-campaigns  the short version of every campaign: deaths, power cuts, bad networks, NFS, many hosts"
-	@echo "make test-repeat     both N=5 times beside two busy loops, and a table of what was not green"
+	@echo "make test-repeat     both N=5 times next to two busy loops, and a table of what was not green"
 	@echo "make test-hdfs       the tests that need an HDFS: Java, make lab-install"
 	@echo "make test-cloud URI=s3://bucket/prefix  ckptfs on a bucket of yours; prints what to send us"
 	@echo "make test-integrations  examples and adapters with the real frameworks, in an environment of"
@@ -84,12 +84,12 @@ help:
 	@echo "make lab-s3          Ceph's S3 in the foreground; so lab-moto, lab-azure, lab-gcs, lab-hdfs"
 	@echo "make lab-nodes       two machines that share no disk, as namespaces, in the foreground (root)"
 	@echo "make lab-nfs         an NFS server and two clients, three kernels, in the foreground (root); lab-nfs3"
-	@echo "make lab-powercut    an ext4 whose power you can cut, in the foreground (root); lab-powercut-xfs, -btrfs"
+	@echo "make lab-powercut    an ext4 with power that you can cut, in the foreground (root); lab-powercut-xfs, -btrfs"
 	@echo "make check           ruff, mypy --strict, import contracts, docs"
 	@echo "make hooks           make check's quick parts at each commit (pre-commit); make actionlint: the workflows"
 	@echo "make release-check   build, install and try what would be released, with each extra by itself (long)"
 	@echo "make docs            the manual and its tests: build/docs/index.html (no network; warnings are errors)"
-	@echo "make public          docs/reference/public.md anew, where what is public was changed on purpose"
+	@echo "make public          writes docs/reference/public.md again, after a change on purpose"
 	@echo "make format          let ruff rewrite what it can"
 	@echo "make compat          read and be read by torch 2.6, 2.10 and 2.15"
 	@echo "make campaign-crash  kill real DCP saves at every storage operation (long)"
@@ -111,7 +111,7 @@ help:
 	@echo "                     a deprecation or a syntax that warns is an error (long; fetches torch for it once)"
 	@echo "make soak            300 asynchronous saves of 200 MB, faults and kills (CKPTFS_SOAK_*)"
 	@echo "make bench           the main rows of the floors, with 256 MB (minutes)"
-	@echo "make floors          every floor of the speed that ckptfs is held to, beside its peers (an hour);"
+	@echo "make floors          every floor of the speed that ckptfs is held to, with its peers (an hour);"
 	@echo "                     ROWS=\"stall radosgw\": those; FLOORS=\"--size 500MB\": options"
 
 # The pin of torch is repeated on the command line: a range alone would let pip take a newer build.
@@ -130,7 +130,7 @@ test: $(STAMP)
 test-campaigns: $(STAMP)
 	@$(call run_both_halves,$(BIN)/python -m pytest --durations=15)
 
-# Beside two processes that only compute: what is not green every time is a defect.
+# Next to two processes that only compute: what is not green every time is a defect.
 test-repeat: $(STAMP)
 	$(BIN)/python -m tests.repeat --times $(N) --part core "$(CORE) $(PYTEST_ARGS)" \
 	    --part campaigns "$(SPREAD) $(CAMPAIGNS) $(PYTEST_ARGS)" --part labs "$(LABS) $(PYTEST_ARGS)"
@@ -249,7 +249,7 @@ campaign-manager: $(STAMP)
 campaign-cuts: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 tests/cuts $(PYTEST_ARGS)
 
-# The table of docs/nfs.md: what a save costs an NFS server, beside stock DCP and verl's pattern.
+# The table of docs/nfs.md: what a save costs an NFS server, compared with stock DCP and verl's pattern.
 nfs-counts: $(STAMP)
 	$(BIN)/python -m tests.nfs.counts
 
@@ -290,7 +290,7 @@ campaign-python: $(OTHER_PYTHON)/.installed
 	$(OTHER_PYTHON)/bin/python -W error::DeprecationWarning -m pytest $(SPREAD) \
 	    $(addprefix --ignore=,$(ELSEWHERE)) $(PYTEST_ARGS)
 
-# CKPTFS_SOAK_SAVES, _MB, _RANKS, _MODE; CKPTFS_SOAK_SEED repeats one, whose seed it printed.
+# CKPTFS_SOAK_SAVES, _MB, _RANKS, _MODE; CKPTFS_SOAK_SEED repeats one by the seed that it printed.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 -s tests/soak $(PYTEST_ARGS)
 
