@@ -1,4 +1,4 @@
-"""Does what docs/first-run.md says, block by block, and tells how long each took: `make first-run`.
+"""Does what docs/first-run.md says, block by block, and prints how long each took: `make first-run`.
 
     python examples/first_run.py [DIR]          DIR: where; a new temporary directory by default
     python examples/first_run.py --paste [DIR]  also puts what came out into the page

@@ -162,7 +162,7 @@ def _killed_ranks(log: Path) -> Iterator[int]:
 
 
 def _processes_with(mark: str) -> list[int]:
-    """Living processes with this variable. Linux; elsewhere nobody is found."""
+    """Living processes with this variable. Linux; elsewhere none is found."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended while we looked, or is not ours

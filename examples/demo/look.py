@@ -1,4 +1,4 @@
-"""What lies in a run directory, as a person with ``ls`` and ``cat`` would find it. No torch.
+"""What is in a run directory, as a person with ``ls`` and ``cat`` would find it. No torch.
 
 leftovers(run)     the attempts that never became checkpoints, file by file
 log_entries(run)   the run log: one line of JSON per decision
@@ -64,7 +64,7 @@ def operations(trace: Path) -> list[Operation]:
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """What rank 0 of train.py told. A line that a kill cut short is left out."""
+    """What rank 0 of train.py reported. A line that a kill cut short is left out."""
     found = []
     for line in path.read_text().splitlines():
         try:

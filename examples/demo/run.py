@@ -2,7 +2,7 @@
 
     1  train.py to its end, on node-local disks                           -> what should come out
     2  on a shared directory, rank 3 killed half-way through its file     -> what is left?
-    3  the same command again: recover, load the newest commit, go on     -> to the end
+    3  the same command again: recover, load the newest commit, train     -> to the end
     4  compare losses and every byte of the state; open it with stock torch
 
 Every claim that is printed is checked; one that fails makes the exit status 1. ``--json`` prints
@@ -99,7 +99,7 @@ class Demo:
     # -- 1
 
     def uninterrupted(self) -> list[dict[str, Any]]:
-        """Train to the end, each node with a disk of its own; returns what rank 0 told."""
+        """Train to the end, each node with a disk of its own; returns what rank 0 reported."""
         # The fault wrapper without a fault: it writes down every storage operation of every rank.
         end, told = self._job(
             "whole",
@@ -136,8 +136,8 @@ class Demo:
         trace = self.home / "logs/killed-trace"
         writes = self._writes_per_save()
         half = math.ceil(writes / 2)
-        # Rank 0 stands still before the entry that would void the save: whether the survivors clean up
-        # before the scheduler ends them is a race, and this act shows what lies there if they do not.
+        # Rank 0 stops before the entry that would void the save: whether the survivors clean up before
+        # the scheduler ends them is a race, and this act shows what is left if they do not.
         held = f"hold={self.home}/held:create:*/log/*:{ENTRIES_BEFORE + 1}@0"
         fault = f"kill-half:write:*/{VICTIM_FILE}:{writes + half}@{VICTIM};{held}"
         end, told = self._job(
@@ -207,7 +207,7 @@ class Demo:
     # -- 3
 
     def resumed(self) -> list[dict[str, Any]]:
-        """The same command without the fault, to the end; returns what rank 0 told."""
+        """The same command without the fault, to the end; returns what rank 0 reported."""
         run = self.home / "run"
         (left,) = look.leftovers(run)
         before = len(look.log_entries(run))

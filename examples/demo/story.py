@@ -1,4 +1,4 @@
-"""What the demo prints: acts, tables, and claims, each of which was checked before it is printed."""
+"""What the demo prints: acts, tables, and claims, each checked before it is printed."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Story:
             )
 
     def end(self, wall_s: float, home: Path | None) -> None:
-        """Close, and say where things lie."""
+        """Close, and say where things are."""
         held = sum(self.claims.values())
         self.facts["wall_s"] = round(wall_s, 2)
         self._out.print(f"\n{held} of {len(self.claims)} claims hold; {wall_s:.0f} s in all.")

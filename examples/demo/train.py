@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 examples/demo/train.py /data/run
 
-Started again after any end, it goes on from the newest committed checkpoint, bit for bit. All that
+Started again after any end, it continues from the newest committed checkpoint, bit for bit. All that
 checkpointing needs is in ``main``: prepare_run, latest, load, save. The rest is a model (FSDP2, so
-parameters and AdamW's state are DTensors), a loader that knows its position, and dropout, whose
-random state differs by rank.
+parameters and AdamW's state are DTensors), a loader that knows its position, and dropout with a random
+state that differs by rank.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Loader:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.epoch, self.position = state["epoch"], state["position"]
 
 
