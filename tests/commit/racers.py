@@ -29,7 +29,7 @@ def _race(directory: str, who: int, appends: int) -> None:
 
 
 def main() -> int:
-    """Fork, hold everybody at a pipe, let go, wait; the exit status tells whether all succeeded."""
+    """Fork, hold everybody at a pipe, release them, wait; the exit status says whether all succeeded."""
     directory, processes, appends = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     drive(make_log(), LocalStorage(Uri.parse(directory)))
     gate, open_gate = os.pipe()

@@ -1,4 +1,4 @@
-"""A job on two nodes that dies again and again, each time somewhere else; told is what it leaves.
+"""A job on two nodes that dies again and again, each time somewhere else; prints what it leaves.
 
     python -m tests.commit.restarts DIRECTORY     one JSON line per life, the last one in peace
 
@@ -33,7 +33,7 @@ def life(session: RunSession, number: int) -> None:
         try:
             retirer.after_commit(
                 run.session
-            )  # what the life before committed and did not come to let go
+            )  # what the life before committed and did not come to remove
             retirer.make_room()
             for part in (1, 2):
                 save(run.session, f"step_{number}_{part}", str(number), run)
@@ -44,7 +44,7 @@ def life(session: RunSession, number: int) -> None:
 
 
 def found(run: str) -> dict[str, int]:
-    """What lies on one disk: dead attempts, trash directories and what is in them, checkpoints."""
+    """What is on one disk: dead attempts, trash directories and what is in them, checkpoints."""
     control = f"{run}/.ckptfs"
     generations = _names(f"{control}/trash")
     return {
@@ -80,7 +80,7 @@ def live_and_die(base: str, number: int) -> bool:
 
 
 def main(base: str) -> None:
-    """All lives, told on standard output."""
+    """All lives, reported on standard output."""
     logging.disable(logging.CRITICAL)
     for number in range(1, LIVES + 1):
         killed = live_and_die(base, number)

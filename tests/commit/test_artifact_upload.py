@@ -35,7 +35,7 @@ def write_files(path: str, sizes: dict[str, int]) -> None:
 
 
 def test_eight_small_files_go_up_at_once(bucket: tuple[str, MemoryObjects]) -> None:
-    """The first and the eighth upload are under way together: nobody waits for another file."""
+    """The first and the eighth upload are under way together: none waits for another file."""
     uri, store = bucket
     first, eighth = Hold(), Hold()
     names = ("*/model/f0", "*/model/f7")
@@ -58,7 +58,7 @@ def test_eight_small_files_go_up_at_once(bucket: tuple[str, MemoryObjects]) -> N
 
 
 def test_large_and_small_files_arrive_whole(bucket: tuple[str, MemoryObjects]) -> None:
-    """Empty, small, one part, several parts: every byte under its plain name, sizes told up front."""
+    """Empty, small, one part, several parts: every byte under its plain name, sizes given up front."""
     uri, store = bucket
     sizes = {"empty": 0, "a/one": 1, "part": 16 * MIB, "parts": 40 * MIB + 3, "b/c/d": 70_000}
     with ckptfs.checkpoint_dir(f"{uri}/model") as path:
@@ -68,7 +68,7 @@ def test_large_and_small_files_arrive_whole(bucket: tuple[str, MemoryObjects]) -
 
 
 def test_one_file_that_fails_fails_all(bucket: tuple[str, MemoryObjects]) -> None:
-    """A refused upload: its error, nothing committed, and no upload goes on."""
+    """A refused upload: its error, nothing committed, and no upload continues."""
     uri, store = bucket
     store.plan = Plan([Fault("put", "*/model/f103", 1, Fail(AccessError("refused")))])
     with (

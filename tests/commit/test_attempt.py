@@ -47,7 +47,7 @@ def _claimed(session: RunSession) -> None:
 
 
 def _two_saves(layout: rig.Layout, base: str, plan: Plan) -> list[End[Any]]:
-    """step_1 is saved; then step_2, by ranks of which the first meets the plan."""
+    """step_1 is saved; then step_2, by ranks; the first one meets the plan."""
     rig.values(rig.sessions(layout, base, _save("step_1", "one"), job="j"))
     return rig.sessions(layout, base, _save("step_2", "two"), job="j", plans={0: plan})
 
@@ -81,8 +81,8 @@ def test_nothing_of_a_save_in_doubt_is_aborted_or_removed(
 
 
 def test_a_sure_failure_in_one_domain_is_undone_in_the_other(tmp_path: Path) -> None:
-    """The second owner may not write its seal: every rank hears of that, what was never sealed goes
-    there, and the name is free in both for whoever tries once more, without a claim.
+    """The second owner may not write its seal: every rank gets that error, what was never sealed goes
+    there, and the name is free in both for another try, without a claim.
     """
     base = str(tmp_path)
     rig.values(rig.sessions(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="j"))
@@ -129,7 +129,7 @@ class _Watched(FaultyStorage):
 
 
 def test_a_projection_is_alone_in_its_domain(tmp_path: Path) -> None:
-    """Retention removes beside it, in a thread of the same process: never in the middle of a move."""
+    """Retention removes at the same time, in a thread of the same process: never in the middle of a move."""
     storage = _Watched(LocalStorage(Uri.parse(str(tmp_path / "run"))), Plan([]))
     session = start_session(SoloControl(), storage, Place(), write=True)
     storage.turn, storage.taken = session.turn, []
@@ -139,7 +139,7 @@ def test_a_projection_is_alone_in_its_domain(tmp_path: Path) -> None:
 
 
 def test_an_attempt_has_its_record_before_any_data(tmp_path: Path) -> None:
-    """The power goes while data is written, and of all names that nobody synced the disk keeps just
+    """The power goes while data is written, and of all names without a sync the disk keeps just
     the data's: the next owner still finds who wrote it, and removes it.
     """
     base = tmp_path / "disk"
@@ -168,7 +168,7 @@ def test_an_attempt_has_its_record_before_any_data(tmp_path: Path) -> None:
 
 
 def test_several_domains_are_as_old_as_the_oldest(tmp_path: Path) -> None:
-    """A plain save over domains of which only one was claimed carries the generation of the other, so
+    """A plain save over two domains, only one of them claimed, carries the generation of the other, so
     the claim fences it.
     """
     base = str(tmp_path)
@@ -199,7 +199,7 @@ def test_the_log_is_touched_for_a_seal_whose_projection_fails(tmp_path: Path) ->
 
 def test_what_was_removed_by_hand_in_some_domains_keeps_its_name(tmp_path: Path) -> None:
     """Of two domains: as long as one has it, or is out of reach, it is committed already; once it is gone
-    from both and both are reached, both logs record that, and the save goes on.
+    from both and both are reached, both logs record that, and the save continues.
     """
     base = str(tmp_path)
     rig.values(rig.sessions(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="j"))
@@ -213,9 +213,9 @@ def test_what_was_removed_by_hand_in_some_domains_keeps_its_name(tmp_path: Path)
 
     refused(rig.TWO_DOMAINS, CommitConflictError)  # b has it
     shutil.rmtree(f"{homes['b']}/step_1")
-    refused(ONLY_A, CommitConflictError)  # whether b has it nobody can tell
+    refused(ONLY_A, CommitConflictError)  # whether b has it is unknown
     fences = {name: read_log(home).generation.number for name, home in homes.items()}
-    assert fences == {"a": 0, "b": 0}  # nobody claimed anything for that
+    assert fences == {"a": 0, "b": 0}  # no claim was made for that
     rig.values(rig.sessions(rig.TWO_DOMAINS, base, _save("step_1", "uno"), job="j"))
     for home in homes.values():
         state = read_log(home)
@@ -227,5 +227,5 @@ def test_what_was_removed_by_hand_in_some_domains_keeps_its_name(tmp_path: Path)
 
 
 def read_log(home: str) -> LogState:
-    """The fold of the log that lies in one domain."""
+    """The fold of the log in one domain."""
     return drive(catch_up(), LocalStorage(Uri.parse(home)))

@@ -1,4 +1,4 @@
-"""Chores of a run: in order, beside the caller, never fatal, and done before a release returns."""
+"""Chores of a run: in order, in parallel with the caller, never fatal, and done before a release returns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_close_waits_and_later_chores_are_left() -> None:
 
 
 def test_close_gives_up_on_a_chore_that_hangs() -> None:
-    """A release is not held for ever: close says that something is still under way."""
+    """A release is not held endlessly: close says that something is still under way."""
     background, gate = Background(), threading.Event()
     background.submit("hanging", gate.wait)
     assert not background.close(0.01)
@@ -64,7 +64,7 @@ def test_close_gives_up_on_a_chore_that_hangs() -> None:
 
 
 def test_a_bug_in_a_chore_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
-    """Any exception is told with its traceback, and the next chore is done."""
+    """Any exception is logged with its traceback, and the next chore is done."""
     background, done = Background(), []
 
     def broken() -> None:

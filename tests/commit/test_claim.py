@@ -19,12 +19,12 @@ from ckptfs.errors import CollectiveError, RunBusyError
 from ckptfs.testing.faults import Fail, Fault, Plan
 from tests.crash import rig
 
-LIVELY = LeaseTimes(rewrite_s=0.1, still_s=3600.0)  # whoever waits for it fails the test
+LIVELY = LeaseTimes(rewrite_s=0.1, still_s=3600.0)  # a claim that waits for it fails the test
 
 
 def test_a_run_that_one_of_two_domains_released_is_not_free(tmp_path: Path) -> None:
-    """Its owner released it here and died before it did so there: it may go on there, and whoever
-    would not wait is refused.
+    """Its owner released it here and died before it did so there: the owner may continue there, and a
+    claim that would not wait is refused.
     """
     base = str(tmp_path)
     denied = Fault("create", "*/log/*", 2, Fail(PermissionError(13, "denied")))
@@ -67,8 +67,8 @@ def test_one_lease_that_moves_keeps_the_run(tmp_path: Path) -> None:
 
 
 def test_a_claim_that_failed_is_nobody_s(tmp_path: Path) -> None:
-    """An error behind the fence releases it on every owner: whoever tries again, of another job too, need
-    not wait for a lease that nobody writes.
+    """An error behind the fence releases it on every owner: the next claim, of another job too, need
+    not wait for a lease without a writer.
     """
     base = str(tmp_path)
     denied = Fault("list", "*/attempts", 2, Fail(PermissionError(13, "denied")))
@@ -111,7 +111,7 @@ def test_an_aborted_attempt_without_its_record_is_cleared(
     tmp_path: Path, layout: rig.Layout, file: str | None
 ) -> None:
     """The power went while an aborted attempt was removed: its directory is there again, attempt.json is
-    not. The log says whose it was, and the next owner removes it. What the log never heard of stays.
+    not. The log names its owner, and the next owner removes it. What is not in the log stays.
     """
     base = str(tmp_path)
 

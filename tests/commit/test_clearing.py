@@ -1,4 +1,4 @@
-"""What a held run deletes on an object store: beside the caller, by known names, until it is gone."""
+"""What a held run deletes on an object store: in parallel with the caller, by known names, until it is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptfs.storage.registry import open_storage
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run on an object-shaped memory whose operations are traced into tmp_path/trace.0."""
+    """A run on an object-shaped memory with its operations traced into tmp_path/trace.0."""
     monkeypatch.setenv("CKPTFS_TEST_TRACE", str(tmp_path / "trace"))
     return f"faults+memory://{uuid4().hex}/run"
 

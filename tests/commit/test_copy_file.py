@@ -27,7 +27,7 @@ def _sidecar(data: bytes) -> bytes:
 
 
 def _task(source: Storage, there: bytes, *, blocks: bool) -> CopyTask:
-    """A file of a checkpoint whose bytes are ``there`` and should be DATA."""
+    """A file of a checkpoint: its bytes are ``there`` and should be DATA."""
     source.make_dir("step_1/one")
     source.replace("step_1/one/f", there)
     digest = None if blocks else xxhash.xxh3_128(DATA).hexdigest()
@@ -52,7 +52,7 @@ def _copy(source: Storage, target: Storage, task: CopyTask) -> None:
     ids=["a byte short", "a block short", "last byte", "first byte"],
 )
 def test_a_damaged_source_never_gets_a_name_at_the_target(there: bytes, blocks: bool) -> None:
-    """Truncated or changed, the file is refused, and under the name of its copy nobody finds anything:
+    """Truncated or changed, the file is refused, and nothing is found under the name of its copy:
     not even where its manifest lists the size that it has.
     """
     source, target = memory(), memory()

@@ -157,7 +157,7 @@ def test_items_are_made_when_they_are_asked_for() -> None:
 
 
 def test_decoded_digests_are_equal_to_what_was_encoded() -> None:
-    """However they came about: items, equality, and items of no bytes beside their successors."""
+    """However they came about: items, equality, and items of no bytes next to their successors."""
     blocks = array("Q", [1])
     items = (
         ItemDigests(0, 0, 0, 0, array("Q")),

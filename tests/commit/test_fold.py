@@ -78,7 +78,7 @@ _stamps = st.builds(
 
 
 def test_a_seal_is_void_after_an_abort_and_an_abort_after_a_seal() -> None:
-    """Whichever lies first in the log stands."""
+    """Whichever is first in the log counts."""
     aborted = folded(Abort("a", G1), seal("a")).save("a")
     assert aborted.aborted
     assert aborted.seal is None
@@ -140,7 +140,7 @@ def test_no_snapshot_above_what_this_version_does_not_know() -> None:
 
 
 def test_a_newer_versions_snapshot_is_not_summed_up_again() -> None:
-    """What a newer snapshot tells beyond our fields would be lost in ours."""
+    """What a newer snapshot has beyond our fields would be lost in ours."""
     snapshot = snapshot_of(folded(seal("a")))
     newer = Snapshot({**snapshot.state, "quotas": []})
     assert state_from_snapshot(1, newer).foreign
@@ -177,7 +177,7 @@ def test_unknown_fields_are_ignored_and_noticed(body: Body) -> None:
     [(seal("a"), "artifact"), (fence(G1), "mode"), (Decided("a", Outcome.ABORTED), "outcome")],
 )
 def test_a_word_from_the_future_makes_an_entry_foreign(body: Body, field: str) -> None:
-    """An older reader goes on past an entry whose closed word it does not know."""
+    """An older reader continues past an entry with a closed word that it does not know."""
     record: dict[str, Any] = json.loads(encode_entry(Entry("w", body))) | {field: "telepathy"}
     assert decode_entry(json.dumps(record).encode(), "x").body == Foreign(record["kind"])
 
@@ -224,7 +224,7 @@ def test_damage_is_a_typed_error_that_names_the_place(data: bytes) -> None:
 
 
 def test_a_foreign_entry_is_never_written() -> None:
-    """Nobody writes what he does not understand."""
+    """No process writes what it does not understand."""
     with pytest.raises(TypeError, match="foreign"):
         encode_entry(Entry("w", Foreign("quota")))
 

@@ -21,7 +21,7 @@ from ckptfs.storage.registry import open_storage
 
 HERE = Path(ckptfs.__file__).parent
 DATED = re.compile(r"\\d\{8\}T\\d\{6\}")
-# The doctor's own scratch directories and the names of entries on their way: no data lies below them.
+# The doctor's own scratch directories and the names of entries on their way: no data is below them.
 OTHER_NAMES = {"commit/paths.py": 1, "tools/doctor/session.py": 1, "tools/collecting.py": 1}
 
 

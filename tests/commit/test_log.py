@@ -1,4 +1,4 @@
-"""The run log: one entry per append, whatever answers are lost and whoever else appends."""
+"""The run log: one entry per append, whatever answers are lost and whichever others append."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_log_that_is_not_there_is_empty() -> None:
     ids=["done", "undone", "late", "later", "after the next entry", "throttled", "read"],
 )
 def test_a_lost_or_late_answer_appends_exactly_once(fault: Fault) -> None:
-    """The own write id is read back: the entry is there once and the caller is told its number."""
+    """The own write id is read back: the entry is there once and the caller gets its number."""
     storage = memory()
     drive(make_log(), storage)
     plan = Plan([fault])
@@ -153,7 +153,7 @@ def test_exists_with_another_ones_bytes_is_folded_and_decided_again() -> None:
 
 
 def test_no_certain_answer_until_the_deadline_is_in_doubt_and_deletes_nothing() -> None:
-    """A storage that stops answering: the caller is told so, and nothing was removed."""
+    """A storage that stops answering: the caller gets that error, and nothing was removed."""
     storage = memory()
     drive(make_log(), storage)
     faulty = FaultyStorage(storage, Plan([Fault("create", CREATE, None, Lose(done=False))]))
@@ -253,7 +253,7 @@ def test_a_cold_fold_of_ten_thousand_entries_reads_few() -> None:
     ],
 )
 def test_the_hint_is_no_authority(hint: bytes) -> None:
-    """Whatever lies there, the fold is right."""
+    """Whatever is there, the fold is right."""
     storage = memory()
     state = _long_log(storage, 230)
     storage.replace(HINT, hint)
@@ -432,7 +432,7 @@ def test_racing_appends_lose_and_double_none(place: str, each: int, tmp_path: Pa
                 name = f"{who}-{turn}"
                 done = pin(name, storage, state)
                 numbers[name], state = done.number, done.state
-        except BaseException as error:  # noqa: BLE001 - told to the main thread
+        except BaseException as error:  # noqa: BLE001 - passed to the main thread
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(who,)) for who in range(THREADS)]
@@ -497,7 +497,7 @@ def test_entries_that_come_between_two_looks_are_no_gap() -> None:
 
 
 def test_a_file_whose_name_no_entry_can_have_is_no_gap() -> None:
-    """A stray file in the log, of 200 digits too, keeps nobody from the run; one of 8 is a missing entry."""
+    """A stray file in the log, of 200 digits too, keeps no owner from the run; one of 8 is a missing entry."""
     stray = ["notes.txt", "9" * 200, "9" * 200 + ".w", "\u0663\u0663"]
     assert gap_in(["00000000", *stray], 1) is None
     assert gap_in(["00000000", "00000003", *stray], 1) == Gap(1, 3)

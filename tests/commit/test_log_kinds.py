@@ -1,4 +1,4 @@
-"""Both kinds of log are never written beside each other, and an entry that cannot be read is no end."""
+"""Both kinds of log are never written next to each other, and an entry that cannot be read is no end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_log_of_the_other_kind_is_refused(
     before = dict(store.objects)
     other = Manner.IGNORES if first is Manner.HONOURS else Manner.HONOURS
     store.manners = Manners(if_absent=other)
-    monkeypatch.setattr(object_store, "_SEEN", {})  # another process probes anew
+    monkeypatch.setattr(object_store, "_SEEN", {})  # another process probes again
     with pytest.raises(ckptfs.StateError, match="exclusive creates"):
         _save(run, 3)
     with pytest.raises(ckptfs.StateError, match="exclusive creates"):

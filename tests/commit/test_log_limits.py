@@ -52,7 +52,7 @@ def test_a_log_that_is_too_long_is_a_typed_error(
 
 
 def test_snapshots_do_not_count_as_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are passed over are not kept: a long run whose hint was lost is read."""
+    """Those that are passed over are not kept: a long run that lost its hint is read."""
     storage = memory()
     write(storage, SNAPSHOTS)
     monkeypatch.setattr(log, "LOG_BYTES", 100)
@@ -61,7 +61,7 @@ def test_snapshots_do_not_count_as_what_is_held(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_large_entry_of_another_kind_is_refused_before_it_is_parsed() -> None:
     """JSON takes up to 20 times its length in memory: such an entry is refused for its kind alone, wherever in it
-    that stands.
+    that is.
     """
     filling = ",".join(["[]"] * (PLAIN_ENTRY_BYTES // 3))
     for text in (f'{{"kind": "pin", "x": [{filling}]}}', f'{{"x": [{filling}], "kind": "pin"}}'):
@@ -84,7 +84,7 @@ def test_what_says_no_kind_is_no_large_entry(says: str) -> None:
 
 
 def test_a_large_entry_is_not_written_either() -> None:
-    """What nobody would read ends no run: the append is an error and takes no number."""
+    """What no reader would read ends no run: the append is an error and takes no number."""
     storage = memory()
     write(storage, [])
     with pytest.raises(StorageError, match="is not appended"):

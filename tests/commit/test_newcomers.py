@@ -1,4 +1,4 @@
-"""Newcomers that meet: nobody takes a run whose owner came after the look that judged it free."""
+"""Newcomers that meet: none takes a run if its owner came after the look that judged it free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ckptfs.testing.world import simulate
 from ckptfs.uri import Uri
 from tests.crash import rig
 
-ENDLESS = LeaseTimes(rewrite_s=0.1, still_s=3600.0)  # whoever waits for this lease fails the test
+ENDLESS = LeaseTimes(rewrite_s=0.1, still_s=3600.0)  # who waits for it fails the test
 
 
 class _AtTheFence(Plan):
@@ -99,7 +99,7 @@ def test_a_newcomer_that_looked_before_does_not_rob_who_came_first(
 
 
 def test_a_newcomer_takes_what_was_released_since_it_looked(tmp_path: Path) -> None:
-    """Who is refused looks again: a run that was taken and released meanwhile is free."""
+    """Who is refused looks again: a run that was taken and released in between is free."""
     path = tmp_path / "run"
     claim(sit(path, "before")).release()
     late = sit(path, "late", _AtTheFence(lambda: claim(sit(path, "first")).release()))
@@ -114,7 +114,7 @@ def test_who_was_fenced_out_while_it_recovered_does_not_rob_the_newer_owner(
     tmp_path: Path, takeover: Takeover, *, settling: bool
 ) -> None:
     """Between the fence of a claim and its end another one of the same job takes the run, by the same
-    takeover, and lives. The first one ends with an error, and the other goes on.
+    takeover, and lives. The first one ends with an error, and the other continues.
     """
     path = tmp_path / "run"
     before = sit(path, "job")
@@ -139,8 +139,8 @@ def test_who_was_fenced_out_while_it_recovered_does_not_rob_the_newer_owner(
 
 
 def test_who_got_a_part_of_the_domains_gives_it_back(tmp_path: Path) -> None:
-    """A newcomer that took one domain and met an owner in the other leaves none of its fences standing,
-    and the owner goes on.
+    """A newcomer that took one domain and met an owner in the other releases all of its fences,
+    and the owner continues.
     """
     paths = {node: tmp_path / node / "run" for node in ("a", "b")}
     taken, owner = threading.Event(), list[tuple[RunSession, Run]]()

@@ -38,7 +38,7 @@ def test_saves_and_claims_work_without_the_right_to_delete(
     locked: tuple[str, MemoryObjects], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Saves, replaces, overwrites and claims succeed without a warning on the save; the newest is
-    read, and the bytes that had to go are still there, told once.
+    read, and the bytes that had to go are still there, reported once.
     """
     run, store = locked
     with caplog.at_level(logging.WARNING):

@@ -36,7 +36,7 @@ VIEWS = [
 
 
 def plain(number: int, domains: tuple[str, ...]) -> Seal:
-    """A save that nobody's fence covers; its id tells when it began."""
+    """A save that no fence covers; its id says when it began."""
     return seal(f"2026110{number}", base=G0, seq=0, fenced=False, domains=domains)
 
 

@@ -41,5 +41,5 @@ def test_a_pid_that_cannot_be_is_nobody(pid: int) -> None:
 
 
 def test_who_left_no_start_time_is_watched() -> None:
-    """Without /proc at its start nobody can tell: its lease does."""
+    """Without /proc at its start only its lease can tell."""
     assert alive_here(owned_by(2**22 + 1, ""))

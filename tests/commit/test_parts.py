@@ -78,7 +78,7 @@ def held(cast: Cast) -> Iterator[Run]:
 
 
 def part(save_id: str = "p", of: str = "s", **more: object) -> Part:
-    """A sealed part of save ``s``, whose home is A, in B."""
+    """A sealed part in B of save ``s``, which has its home in A."""
     made = Part(save_id, of, "actor", G1, "step_1", 1, "A", "host-a", ("B",), "d")
     return replace(made, **more)  # type: ignore[arg-type]
 
@@ -124,7 +124,7 @@ def test_a_part_is_sealed_under_its_own_generation_only() -> None:
 
 
 def test_home_seals_only_parts_that_its_own_log_holds() -> None:
-    """Of parts that lie in home itself the seal is refused unless they are promised there as said."""
+    """Of parts that are in home itself the seal is refused unless they are promised there as said."""
     ref = replace(WHOLE.parts[0], domains=("A",))
     whole, mine = replace(WHOLE, parts=(ref,)), part(domains=("A",))
     assert may_seal(folded(fence(G1), mine), whole, replace=False) == whole
@@ -133,7 +133,7 @@ def test_home_seals_only_parts_that_its_own_log_holds() -> None:
 
 
 def test_a_sealed_part_cannot_be_aborted() -> None:
-    """Nobody appends an abort of it, whatever its generation."""
+    """No process appends an abort of it, whatever its generation."""
     assert not isinstance(may_abort(folded(part()), "p", G2), Abort)
 
 
@@ -153,7 +153,7 @@ def test_a_log_that_refers_to_itself_is_read_to_an_end() -> None:
 
 
 def test_a_word_stands_for_homes_log() -> None:
-    """Committed, aborted and deleted are told; older ones that it leaves out are gone; those of its
+    """Committed, aborted and deleted are reported; older ones that it leaves out are gone; those of its
     own generation are open.
     """
     other = replace(WHOLE, save_id="gone", seq=2)
@@ -256,7 +256,7 @@ def test_commit_says_which_part_is_missing_and_may_be_called_again(held: Run, ca
 @pytest.mark.parametrize("after", range(3, 15, 3))
 def test_a_commit_in_doubt_is_settled_by_committing_again(together: Cast, after: int) -> None:
     """The seal's answer is lost and it lands later, at any moment of the second call, which has another
-    part: one seal stands, the decision is that one, and the manifest is the one that it names.
+    part: one seal counts, the decision is that one, and the manifest is the one that it names.
     """
     plan = together.plan = Plan()
     with together.session(HOME) as session, claim(session) as run:
@@ -301,7 +301,7 @@ def test_the_nodes_of_a_part_are_recorded(held: Run, cast: Cast) -> None:
 
 
 def test_a_part_that_is_saved_again_is_taken_once(held: Run, cast: Cast) -> None:
-    """The last one that is passed is committed; the other's bytes are let go by the next owner."""
+    """The last one that is passed is committed; the next owner removes the other's bytes."""
     ticket = begin_parts(held, "step_1", 1, ["actor"])
     cast.save(ticket, "actor", "two")  # other bytes, of a group that then died, say
     decision = ticket.commit([cast.save(ticket, "actor", "one")])
@@ -438,7 +438,7 @@ def test_a_taken_name_is_refused_unless_replacing_is_asked(held: Run, cast: Cast
 
 
 def test_parts_replace_a_save_without_parts_and_the_other_way(together: Cast) -> None:
-    """Nothing of the old kind stays visible: no ``.metadata`` beside parts, no part beside it."""
+    """Nothing of the old kind stays visible: no ``.metadata`` next to parts, no part next to it."""
     run_at = Path(together.directory(HOME))
     with together.session(HOME) as session, claim(session) as run:
         rig.save(session, "step_1", "plain", run)
@@ -504,7 +504,7 @@ def test_parts_of_which_anything_is_left_keep_their_name(together: Cast) -> None
 
 
 def test_parts_on_a_disk_that_the_driver_does_not_reach_keep_their_name(apart: Cast) -> None:
-    """They may lie there, or not: only a driver whose ranks reach all disks records what was removed."""
+    """They may be there, or not: only a driver with ranks that reach all disks records what was removed."""
     apart.play("one")
     for node in {*PARTS.values()}:
         shutil.rmtree(f"{apart.directory(node)}/step_1")
@@ -613,7 +613,7 @@ def test_a_driver_of_several_domains_publishes_where_it_reaches(apart: Cast) -> 
 
 
 def test_a_whole_of_parts_is_no_checkpoint_to_load(cast: Cast) -> None:
-    """Asked for the whole, or for a part that it has not, a reader is told its parts."""
+    """Asked for the whole, or for a part that it has not, the reader gets the names of its parts."""
     cast.play("one")
     with cast.session(HOME, write=False) as session:
         with pytest.raises(StateError, match="consists of parts: actor, critic, driver"):

@@ -1,4 +1,4 @@
-"""Files with plain names on an object store are never changed under whoever committed them."""
+"""Files with plain names on an object store are never changed after they were committed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_of_two_that_begin_at_once_one_never_writes(bucket: tuple[str, MemoryObj
 
 
 def test_a_fenced_writer_that_wakes_changes_no_file(bucket: tuple[str, MemoryObjects]) -> None:
-    """It is told FencedError, and the new owner's files are as they were committed."""
+    """It gets FencedError, and the new owner's files are as they were committed."""
     run, store = bucket
     older = ckptfs.prepare_run(run)
     with (  # noqa: PT012 - the block is what wakes up late
@@ -89,7 +89,7 @@ def test_a_writer_that_stalls_after_its_look_at_the_log_is_refused(
 
 
 def test_what_a_dead_attempt_left_is_written_over(bucket: tuple[str, MemoryObjects]) -> None:
-    """A plain file of an attempt that failed does not keep the name for ever."""
+    """A plain file of an attempt that failed does not keep the name forever."""
     run, store = bucket
     store.put_behind("run/hf/model.safetensors", b"left behind")
     with pytest.raises(ZeroDivisionError), ckptfs.checkpoint_dir(f"{run}/hf"):
@@ -101,7 +101,7 @@ def test_what_a_dead_attempt_left_is_written_over(bucket: tuple[str, MemoryObjec
 def test_a_record_that_a_dead_process_left_is_settled_by_a_claim(
     bucket: tuple[str, MemoryObjects],
 ) -> None:
-    """Until then the name is refused, because nobody can tell dead from slow; then it is free."""
+    """Until then the name is refused, because dead and slow look the same; then it is free."""
     run, store = bucket
     _write(run, "other", name="hf_other")
     record = b'{"save_id": "20260101T000000-dead", "name": "hf", "base": [0, ""]}'

@@ -60,7 +60,7 @@ def victim(tmp_path: Path) -> Path:
 
 
 def linked(run: Path, key: str, victim: Path) -> None:
-    """A link in the place of a directory of the run; what stood there lies beside the run."""
+    """A link in the place of a directory of the run; what was there is now next to the run."""
     place = run / key
     if place.exists():
         place.rename(run.parent / "aside")
@@ -121,7 +121,7 @@ def is_of(error: CkptfsError, kind: type[CkptfsError]) -> bool:
 def test_a_link_among_the_runs_own_directories_is_refused_by_name(
     run: Path, victim: Path, key: str, writes: Callable[[Path], None]
 ) -> None:
-    """Claiming, replacing, going on and gc name the link, and neither it nor the log nor what lies behind
+    """Claiming, replacing, continuing and gc name the link, and neither it nor the log nor what is behind
     it has changed.
     """
     linked(run, key, victim)
@@ -202,7 +202,7 @@ def test_an_attempt_that_names_no_checkpoint_is_passed_by(
 def test_an_attempt_of_a_step_that_was_linked_back_is_left_behind_the_link(
     run: Path, victim: Path
 ) -> None:
-    """A step was moved away and linked back, and an attempt names it: the claim goes on, and what has the
+    """A step was moved away and linked back, and an attempt names it: the claim continues, and what has the
     attempt's name behind the link stays.
     """
     step = run / "step_9"
@@ -236,7 +236,7 @@ def replacing_save(path: Path) -> None:
 def test_a_save_to_a_name_that_is_a_link_does_not_write_through_it(
     run: Path, victim: Path, saves: Callable[[Path], None]
 ) -> None:
-    """It is refused with the link's name and commits nothing; other names are saved as ever."""
+    """It is refused with the link's name and commits nothing; other names are saved as before."""
     (run / "step_3").symlink_to(victim)
     before, log = picture(victim), picture(run / LOG)
     with pytest.raises(SymlinkError, match="step_3 is a symbolic link"):
@@ -252,7 +252,7 @@ def test_a_save_to_a_name_that_is_a_link_does_not_write_through_it(
 def test_a_step_that_was_moved_and_linked_back_is_loaded_and_the_run_goes_on(
     run: Path, tmp_path: Path
 ) -> None:
-    """Loading goes through the link, claiming and saving go on; only a save to that name is refused."""
+    """Loading goes through the link, claiming and saving work; only a save to that name is refused."""
     moved = tmp_path / "elsewhere" / "step_2"
     moved.parent.mkdir()
     (run / "step_2").rename(moved)
@@ -273,7 +273,7 @@ def test_a_step_that_was_moved_and_linked_back_is_loaded_and_the_run_goes_on(
 
 
 def test_gc_shows_a_link_for_what_it_is(run: Path, victim: Path) -> None:
-    """The dry run lists the link and nothing that lies behind it; without a log it can only name it."""
+    """The dry run lists the link and nothing behind it; without a log it can only name it."""
     for key in (CONTROL, LOG):
         linked(run, key, victim)
         with pytest.raises(SymlinkError, match=f"{key} is a symbolic link"):
@@ -292,6 +292,6 @@ def test_gc_shows_a_link_for_what_it_is(run: Path, victim: Path) -> None:
 
 
 def test_links_are_found_by_whoever_lists(run: Path, victim: Path) -> None:
-    """ls goes on beside an attempt that is a link."""
+    """ls works with an attempt that is a link."""
     linked(run, f"{ATTEMPTS}/{NAMES[1]}", victim)
     assert [name_of(one) for one in ckptfs.list_checkpoints(run)] == ["step_1", "step_2"]

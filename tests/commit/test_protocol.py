@@ -151,7 +151,7 @@ def test_an_overwrite_hides_and_a_later_fence_without_a_commit_brings_back() -> 
 
 
 def test_the_first_commit_under_an_overwrite_hides_for_good_and_dooms() -> None:
-    """From the first commit on the old saves are gone whoever fences next, and may be deleted."""
+    """From the first commit on the old saves are gone whatever process fences next, and may be deleted."""
     bodies: list[Body] = [fence(G1), seal("a"), OVER, seal("b", base=G2)]
     assert live(*bodies, fence(G3)) == ["b"]
     assert [(d.seal.save_id, d.reason) for d in pending_deletes({"A": folded(*bodies)})] == [
@@ -210,7 +210,7 @@ def test_a_newcomer_fences_only_what_it_judged() -> None:
 
 
 def test_who_may_still_hold_a_run() -> None:
-    """Every unreleased fence of the newest number does, in whichever domain it stands."""
+    """Every unreleased fence of the newest number does, in whichever domain it is."""
     a, b = fence(Generation(2, "a")), fence(Generation(2, "b"))
     assert unreleased({}) == ()
     assert unreleased({"A": LogState()}) == ()
@@ -245,7 +245,7 @@ def test_an_abort_and_a_seal_are_final() -> None:
 )
 def test_a_name_has_one_save_at_a_time(bodies: list[Body], mine: Seal, ok: bool) -> None:
     """A living save holds its name, a deleted one holds it against plain saves until its bytes are
-    gone, an aborted or hidden one does not; and nobody is committed behind his successor.
+    gone, an aborted or hidden one does not; and no save is committed behind its successor.
     """
     found = may_seal(folded(fence(G1), *bodies), mine, replace=False)
     assert (found == mine) if ok else (refusal(found) is Refusal.CONFLICT)
@@ -258,7 +258,7 @@ def test_replacing_takes_the_name_of_a_living_save() -> None:
 
 
 def test_a_name_in_doubt_is_taken() -> None:
-    """A save whose other domain is out of reach may be committed: its name is not free."""
+    """A save may be committed while its other domain is out of reach: its name is not free."""
     held = save_named("s", {"A": folded(seal("a", "s", domains=AB))})
     assert held is not None
     assert held.save_id == "a"

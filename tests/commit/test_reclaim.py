@@ -76,7 +76,7 @@ def recover(storage: Storage, gen: Generation) -> LogState:
 
 
 def test_a_deleted_save_goes_and_a_foreign_file_stays(storage: Storage) -> None:
-    """Data, .metadata and manifest are gone, the log says so, and the notes lie where they lay."""
+    """Data, .metadata and manifest are gone, the log says so, and the notes are where they were."""
     delete(storage)
     assert fold(storage).save("aaa").gone
     assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]
@@ -93,7 +93,7 @@ def test_an_empty_step_directory_goes_too(storage: Storage) -> None:
 
 
 def test_without_its_trash_nothing_is_said_to_be_gone(storage: Storage) -> None:
-    """A deleter whose trash was taken away moved nothing: the next holder completes it."""
+    """A deleter that lost its trash to another moved nothing: the next holder completes it."""
     storage.remove_tree(TRASH)
     delete(storage)
     state = fold(storage)

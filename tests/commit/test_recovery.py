@@ -42,7 +42,7 @@ def _judged(storage: Storage) -> Recovery:
 
 
 def test_bytes_stay_where_the_abort_came_too_late() -> None:
-    """The plan says abort, and then the seal is there, as it may be where an entry slips in beside a
+    """The plan says abort, and then the seal is there, as it may be where an entry slips in next to a
     fence: the log orders the two, and the save is committed, whole and projected.
     """
     storage = memory()
@@ -91,7 +91,7 @@ def test_an_attempt_under_our_own_fence_without_a_file_is_left_alone() -> None:
 
 
 def test_an_attempt_of_an_older_owner_is_aborted_and_removed() -> None:
-    """Nobody will ever seal it: the log says so, and then its bytes go."""
+    """It will never be sealed: the log says so, and then its bytes go."""
     storage = memory()
     plan = _judged(storage)
     drive(settle(plan, Means("A", storage.capabilities, ids("r")).held_by(G2)), storage)
@@ -206,8 +206,8 @@ def test_a_projection_goes_on_behind_a_piece_that_is_done() -> None:
 
 
 def test_the_source_of_an_older_save_is_consumed_first() -> None:
-    """Two saves of one name wait: the newer is shown, the older one's data lies beside it, and nothing
-    is left that whoever stalls over the older one could rename over the newer.
+    """Two saves of one name wait: the newer is shown, the older one's data is next to it, and nothing
+    is left that a process stalled over the older one could rename over the newer.
     """
     old, new = What("old", gen=G1), What("new", gen=G1, replace=True)
     place, state = _waiting(old, new)

@@ -1,4 +1,4 @@
-"""A save that was told to replace another program's checkpoint, and dies between commit and projection."""
+"""A save that shall replace another program's checkpoint, and dies between commit and projection."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def save(session: RunSession) -> None:
             return WrittenPart((FileRecord(path, 4, session.placement.mine.id),))
 
         attempt.begin()
-        # As torch's has it: with paths below the save's id, by which the log knows whose it is.
+        # As torch's has it: with paths below the save's id, by which the log knows its save.
         metadata = json.dumps({"label": "ours", "path": f"{attempt.save_id}/__0_0.distcp"})
         attempt.commit(write, lambda _: {".metadata": metadata.encode()})
 

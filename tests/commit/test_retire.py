@@ -108,7 +108,7 @@ def test_a_copy_of_the_manifest_that_somebody_shortened_hides_no_file(
 def test_a_manifest_goes_after_what_only_it_tells_of(
     storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request for several keys removes them in any order: where it dies, those that lie beside other people's
+    """A request for several keys removes them in any order: where it dies, those next to other people's
     files are known from the manifest alone.
     """
     plain = What("plain", "s3", gen=G1, artifact=Kind.DIRECTORY, caps=storage.capabilities)
@@ -142,7 +142,7 @@ def test_what_came_after_the_fold_is_seen_by_the_create(storage: MemoryStorage) 
 
 def test_clearing_leaves_alone_what_is_spared(storage: MemoryStorage) -> None:
     """The next save's clearing ends deletes that died half-way, but none that only waits; asked while
-    it runs, because retention enters deletes beside it.
+    it runs, because retention enters deletes at the same time.
     """
     let_go(storage)
     spared = {"old"}
@@ -182,7 +182,7 @@ def test_a_pin_that_came_first_is_respected(storage: MemoryStorage) -> None:
 
 
 def test_erasing_twice_changes_nothing(storage: MemoryStorage) -> None:
-    """Whoever comes later finds it gone and appends nothing."""
+    """A later call finds it gone and appends nothing."""
     let_go(storage)
     drive(erase_retired("old", means(storage), None), storage)
     before = fold(storage)
@@ -192,7 +192,7 @@ def test_erasing_twice_changes_nothing(storage: MemoryStorage) -> None:
 
 @pytest.mark.parametrize("storage", [Shape.FILESYSTEM], indirect=True, ids=["filesystem"])
 def test_another_try_empties_what_the_first_left_in_the_trash(storage: MemoryStorage) -> None:
-    """Renamed, not removed: its place is empty, so only the trash tells what is left to do."""
+    """Renamed, not removed: its place is empty, so only the trash shows what is left to do."""
     let_go(storage)
     full = Fault("remove_tree", "*.data", 1, Fail(OSError(errno.ENOTEMPTY, "not empty")))
     with pytest.raises(AlreadyExistsError):
@@ -216,8 +216,8 @@ def test_bytes_wait_while_a_successor_of_the_name_is_in_doubt(storage: MemorySto
 
 
 def test_removing_and_projecting_one_name_take_turns(storage: MemoryStorage) -> None:
-    """From the look at `.metadata` to its removal nobody else projects there, or what they put there
-    would go with it; the long unlinking of the data keeps nobody waiting.
+    """From the look at `.metadata` to its removal no other process projects there, or its files
+    would go with it; the long unlinking of the data keeps no process waiting.
     """
     let_go(storage)
     turn, short, long = threading.Lock(), Hold(), Hold()

@@ -17,7 +17,7 @@ KEEP = 2  # of tests/commit/restarts.py
 def test_a_delete_killed_at_any_operation_is_completed_or_was_never_made() -> None:
     """From the claim over the entries, in two domains one after the other, to the last rename: the
     save is there, whole, or it is deleted for every reader; the next owner completes the delete in
-    the domain that had not heard of it, and foreign files stay. Every third operation here, all of
+    the domain that did not have it, and foreign files stay. Every third operation here, all of
     them in ``test_campaign_every_death_of_every_scenario``.
     """
     verdicts = deaths(Job("retire", TWO_DOMAINS, stride=3))

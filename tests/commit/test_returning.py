@@ -227,7 +227,7 @@ def test_a_lost_projection_is_not_repaired_over_a_foreign_one(
     with caplog.at_level(logging.WARNING):
         recover(place, G2)
     assert place.read("s1/.metadata") == STOCK
-    # Where a replace is conditional nobody can have put an older one back: nothing is compared there.
+    # Where a replace is conditional no process can have put an older one back: nothing is compared there.
     assert ("another program wrote" in caplog.text) is (
         place.capabilities.shape is Shape.FILESYSTEM or not place.capabilities.conditional_replace
     )

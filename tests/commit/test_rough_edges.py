@@ -91,7 +91,7 @@ def test_what_was_folded_is_durable_before_it_is_acted_on() -> None:
 
 
 def test_a_damaged_entry_in_our_place_leaves_the_append_in_doubt() -> None:
-    """It exists, and nobody can say whose it is: a server that restarted may have made it ours."""
+    """It exists, and its owner is unknown: a server that restarted may have made it ours."""
     storage = long_log(1)
 
     class Damaging(Plan):
@@ -107,7 +107,7 @@ def test_a_damaged_entry_in_our_place_leaves_the_append_in_doubt() -> None:
 
 
 def test_a_damaged_entry_that_a_seal_meets_is_told_as_that(tmp_path: Path) -> None:
-    """It fails the save for certain, and names the entry: nobody lost anybody."""
+    """It fails the save for certain, and names the entry: no rank lost another."""
     base = str(tmp_path)
     home = rig.SOLO.directories(base)["a"]
 
@@ -134,7 +134,7 @@ def test_a_damaged_entry_that_a_seal_meets_is_told_as_that(tmp_path: Path) -> No
 
 
 def test_a_lease_that_cannot_be_read_for_a_moment_says_nothing() -> None:
-    """Neither that its owner lives, nor that it is gone; where it cannot be read to the end, that is told."""
+    """Neither that its owner lives, nor that it is gone; where it cannot be read to the end, the error says so."""
     times = LeaseTimes(rewrite_s=1.0, still_s=5.0)
 
     def watch(answers: list[bytes | Exception]) -> bool:
@@ -200,7 +200,7 @@ def test_a_rank_that_could_open_its_storage_closes_it_where_another_could_not(
 @pytest.mark.parametrize("files", ["are still there", "are gone"])
 def test_a_writer_that_is_given_up_while_it_writes_says_why(tmp_path: Path, files: str) -> None:
     """A save that was given up ends with that reason, not with the state of a future, nor with the file
-    that its agent removed meanwhile.
+    that its agent removed in the meantime.
     """
     writer = ckptfs.StorageWriter(tmp_path / "run/step_1", timeout_s=30)
 

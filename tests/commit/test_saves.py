@@ -48,7 +48,7 @@ IDS = tuple(f"save-{n}" for n in range(7))
 
 
 class Unsettled(Saves):
-    """Saves of which none is ever settled: every decision walks all of them."""
+    """Saves without one that is ever settled: every decision walks all of them."""
 
     @classmethod
     def of_all(cls, saves: Iterable[SaveState]) -> Unsettled:
@@ -62,7 +62,7 @@ def unsettled(state: LogState) -> LogState:
 
 
 def seal_of(save_id: str, name: str, base: Generation, seq: int, domains: tuple[str, ...]) -> Seal:
-    """A seal by an owner, or by nobody in particular under GENESIS."""
+    """A seal by an owner, or without one under GENESIS."""
     return Seal(
         save_id,
         base,
@@ -99,7 +99,7 @@ def lives(draw: st.DrawFn) -> dict[str, list[Body]]:
             seals.append(replace(seal, fenced=owned, references=refers))
             bodies = [seals[-1]]
         elif what == "rest":
-            # One that was sealed in one domain only: the other one follows, behind what came meanwhile.
+            # One that was sealed in one domain only: the other one follows, behind what came in between.
             late = [
                 seal for seal in seals if seal not in logs["A"] or seal not in logs[domains[-1]]
             ]
@@ -292,7 +292,7 @@ def test_a_save_that_is_gone_in_one_log_and_lives_in_another_is_asked_for() -> N
 
 
 def lived(saves: int, keep: int, domains: tuple[str, ...] = ("A",)) -> LogState:
-    """A log of so many saves, of which the last ones are kept."""
+    """A log of so many saves that keeps the last ones."""
     state, base = LogState(), Generation(1, "n")
     state = fold_entry(state, Fence(base))
     for n in range(saves):
@@ -360,7 +360,7 @@ def parted(save_id: str, name: str, seq: int, parts: Sequence[str]) -> list[Body
 
 
 def test_parts_are_settled_with_their_whole() -> None:
-    """Of a hundred tickets whose bytes went nothing is walked, and every part is still known."""
+    """Of a hundred tickets without bytes nothing is walked, and every part is still known."""
     base, state = Generation(1, "n"), fold_entry(LogState(), Fence(Generation(1, "n")))
     for n in range(100):
         state = fold_entries(state, parted(f"s{n}", f"step_{n}", n + 1, ("actor", "critic")))
@@ -375,7 +375,7 @@ def test_parts_are_settled_with_their_whole() -> None:
 
 
 def test_a_snapshot_does_not_say_whether_parts_are_settled() -> None:
-    """Parts lie among the living saves as they were sealed, and what stays living keeps its place."""
+    """Parts are among the living saves as they were sealed, and what stays living keeps its place."""
     base = Generation(1, "n")
     bodies: list[Body] = [
         *(seal_of("s", "step_1", base, 7, ("A", "B")), seal_of("t", "export", base, 1, ("A",))),
@@ -393,7 +393,7 @@ def test_a_snapshot_does_not_say_whether_parts_are_settled() -> None:
 
 
 def test_parts_of_what_was_given_up_stay_living() -> None:
-    """Whoever gives a ticket up walks them to remove their bytes."""
+    """A process that gives a ticket up walks them to remove their bytes."""
     base = Generation(1, "n")
     *parts, _ = parted("s", "step_1", 1, ("actor", "critic"))
     state = fold_entries(fold_entry(LogState(), Fence(base)), [*parts, Abort("s", base)])
@@ -401,7 +401,7 @@ def test_parts_of_what_was_given_up_stay_living() -> None:
 
 
 def of_home(part: str, *, domain: str) -> Part:
-    """A part of save "s" that lies in a domain which is not its home."""
+    """A part of save "s" in a domain that is not its home."""
     at = (f"s-{part}", "s", part, Generation(1, "n"), "step_1", None, "home", "h")
     return Part(*at, domains=(domain,), digest="d")
 
@@ -417,7 +417,7 @@ def test_a_part_is_sent_with_what_became_of_its_whole() -> None:
 
 
 def test_what_became_of_a_whole_is_asked_for_where_home_is_out_of_reach() -> None:
-    """B heard that the whole was committed and deleted, A did not: the part in A is no part in doubt."""
+    """B knows that the whole was committed and deleted, A does not: the part in A is no part in doubt."""
     base = Generation(1, "n")
     refs = tuple(PartRef(n, f"s-{n}", "d", (d,)) for n, d in (("actor", "A"), ("critic", "B")))
     whole = replace(seal_of("s", "step_1", base, 1, ("home",)), parts=refs)
@@ -471,7 +471,7 @@ def test_the_settled_saves_of_a_name_are_found_newest_first() -> None:
 def test_a_record_that_is_not_as_this_version_writes_it_is_decoded_at_once(
     change: dict[str, Any],
 ) -> None:
-    """Read as it lies, a damaged or a newer record would fail later, far from the snapshot that has it."""
+    """Read without a check, a damaged or a newer record would fail later, far from the snapshot that has it."""
     base = Generation(1, "n")
     states = {
         save_id: SaveState(save_id, seal_of(save_id, save_id, base, n, ("A",)), n, gone=n == 1)

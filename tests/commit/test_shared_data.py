@@ -1,4 +1,4 @@
-"""Files that several saves use: how they are named, found and let go. No tensor, no rank."""
+"""Files that several saves use: how they are named, found and removed. No tensor, no rank."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def log() -> Log:
 
 
 def test_a_file_goes_with_the_last_save_that_lists_it(log: Log) -> None:
-    """The writer goes first: only what nobody else lists. The last user takes the rest."""
+    """The writer goes first: only what no other lists. The last user takes the rest."""
     assert log.not_needed("a") == ("_data/a/trained",)
     log.gone("a")
     assert log.not_needed("c") == ("_data/c/trained",)
@@ -224,7 +224,7 @@ def test_old_readers_refuse_and_others_see_what_they_always_saw() -> None:
 
 
 def test_what_a_copy_lacks_of_the_shared_files_is_missing() -> None:
-    """Shared files are looked for beside the step, not in it."""
+    """Shared files are looked for outside the step, not in it."""
     storage = store(Shape.OBJECT)
     storage.replace(f"step/b/{METADATA}", b"x")
     storage.replace("step/a/f", b"data")

@@ -36,7 +36,7 @@ NAMES = st.sampled_from(["s1", "s2"])
 
 
 class Histories(RuleBasedStateMachine):
-    """Processes come, take steps, stall for ever or for a while; nothing else happens."""
+    """Processes come, take steps, stall forever or for a while; nothing else happens."""
 
     def __init__(self) -> None:
         super().__init__()

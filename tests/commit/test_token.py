@@ -16,7 +16,7 @@ from ckptfs.uri import Uri
 
 
 def test_a_rank_that_sees_the_fence_late_looks_again(tmp_path: Path) -> None:
-    """The neighbour of a node's lead is told that the entry is missing, and the claim goes on."""
+    """The neighbour of a node's lead learns that the entry is missing, and the claim continues."""
 
     def take(control: Control) -> int:
         absent = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))

@@ -80,7 +80,7 @@ def test_the_last_entry_is_followed_by_a_touch(
         real(self, last=last)
 
     monkeypatch.setattr(RunSession, "touch_log_later", noted)
-    # Held until all is counted: a run that nobody refers to is released by a thread, which appends one more.
+    # Held until all is counted: a run without a reference is released by a thread, which appends one more.
     held = act(run)
     assert entries() > 0
     assert max(seen, default=0) == entries()

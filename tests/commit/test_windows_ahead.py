@@ -1,4 +1,4 @@
-"""Windows of a file in order, read ahead: how long each keeps its bytes, and whose memory they are."""
+"""Windows of a file in order, read ahead: how long each keeps its bytes, and who owns their memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Numbered(DataReader):
 def test_a_window_keeps_its_bytes_until_so_many_more_were_asked_for(
     at_once: int, lasting: int, first: int
 ) -> None:
-    """Whoever writes windows on another thread still has the last ones when the next is read."""
+    """A writer on another thread still has the last ones when the next is read."""
     reader = Numbered(950, window_bytes=100, at_once=at_once, reach=Reach.REMOTE)
     with contextlib.ExitStack() as stack:
         held: list[tuple[int, memoryview]] = []
@@ -115,12 +115,12 @@ def test_what_fails_on_the_pump_s_thread_is_raised_in_its_block() -> None:
 
 
 def test_a_pump_that_is_left_by_an_error_waits_for_the_write_in_progress() -> None:
-    """Or that would go on through a descriptor that is closed, and then another file's."""
+    """Or that would continue through a descriptor that is closed, and then another file's."""
     writer = Recording()
     writer.go_on.clear()
 
     class Leaving(Pump):
-        """The write goes on when the block is being left, and not before."""
+        """The write continues when the block is being left, and not before."""
 
         def stop(self, why: BaseException) -> None:
             writer.go_on.set()

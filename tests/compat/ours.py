@@ -1,4 +1,4 @@
-"""One process in which ckptfs itself stands on the checkpoint package of another torch.
+"""One process in which ckptfs itself uses the checkpoint package of another torch.
 
 ``python -m tests.compat.ours OVERLAY DIRECTORY``: saves and loads the golden state with the API, and
 with torch's own entry points through ``StorageWriter`` and ``StorageReader``, as the steps

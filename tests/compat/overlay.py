@@ -9,7 +9,7 @@ that it is tied to. Laid over an installed torch they run as they did at home. W
 is a difference in C++ (dtypes, zip serialisation, collectives).
 
 The smallest wheel of each version is the one for macOS; nothing native in it is used. Overlays are
-kept in ``.venv/compat`` beside the environment that they belong to.
+kept in ``.venv/compat`` next to the environment that they belong to.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ VERSIONS = (
 def overlay_for(wheel: Wheel, root: Path | None = None) -> Path:
     """Return the folder to put first in ``torch.distributed.__path__``; fetched at the first call.
 
-    root: where overlays are kept, by default ``compat`` in this environment. A wheel whose hash is
-    not the pinned one is refused by pip and nothing is unpacked. Safe to call from several
+    root: where overlays are kept, by default ``compat`` in this environment. pip refuses a wheel with a
+    hash other than the pinned one, and nothing is unpacked. Safe to call from several
     processes: the overlay appears by one rename.
     """
     target = (root or Path(sys.prefix) / "compat") / f"torch-{wheel.version}"

@@ -3,8 +3,8 @@
     with Cast(base, NODES) as cast:      driver on "head", groups on "a" and "b"; or one disk for all
         cast.play("step_2", "two")       begin, save the parts, commit, publish
 
-No torch here: a part is one file that says whose it is. All storages share one plan, so that an
-operation's number tells the moment in the whole play.
+No torch here: a part is one file that names its owner. All storages share one plan, so that an
+operation's number gives the moment in the whole play.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Cast:
     plan: Plan | None = None
 
     def directory(self, node: str) -> str:
-        """Where the run lies for a node."""
+        """Where the run is for a node."""
         return f"{self.base}/run" if self.shared else f"{self.base}/{node}/run"
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class Cast:
     # -- looking ---------------------------------------------------------------------------
 
     def look(self, label: str, part: str, *, at: str | None = None) -> str:
-        """What a reader on a node is told of a part: "whole", "none" or "in doubt"."""
+        """What a reader on a node learns of a part: "whole", "none" or "in doubt"."""
         node = at or PARTS[part]
         with self.session(node, write=False) as session:
             try:
@@ -137,7 +137,7 @@ class Cast:
         return True
 
     def listed(self, node: str) -> list[str]:
-        """The committed names that a node's own log tells."""
+        """The committed names in a node's own log."""
         with self.session(node, write=False) as session:
             view = drive(read_view(), session.storage)
             return [] if view is None else [seal.name for seal in list_live(dict([view]))]

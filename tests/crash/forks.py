@@ -57,7 +57,7 @@ CASE_TIMEOUT_S = 300
 VICTIM_TIMEOUT_S = 200  # a hang is a verdict too
 WORKERS = 2
 NEAR_CALLS = 30
-# No system call has this number: the power goes when the victim has been told of its success. The number
+# No system call has this number: the power goes when the victim has learned of its success. The number
 # after its last one is none to name that moment: timers make calls too, on a busy machine before the end.
 AFTER_ALL = 1 << 40
 TOLD, ENDED = "told", "ended"  # keys of the lines that the warmed process writes
@@ -65,9 +65,9 @@ TOLD, ENDED = "told", "ended"  # keys of the lines that the warmed process write
 
 @dataclass(frozen=True)
 class Job:
-    """What the warmed process is asked: which deaths of which victim.
+    """What the warmed process is asked: the deaths, by victim.
 
-    how: kill, alone, cut, or "sites" (list the fsyncs). deaf: a site whose fsyncs the disk ignores.
+    how: kill, alone, cut, or "sites" (list the fsyncs). deaf: a site with fsyncs that the disk ignores.
     lucky: seeds of what survives a power cut unsynced; 0: nothing does. first: stop at a trouble.
     when: only moments of this kind (before, half, after).
     """
@@ -107,7 +107,7 @@ class _Warmed:
         )
 
     def answers(self, job: Job) -> list[Any]:
-        """What the fork that does this job tells; AssertionError with its last words where it fails."""
+        """What the fork of this job reports; AssertionError with its last words where it fails."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(json.dumps(asdict(job)) + "\n")
@@ -155,7 +155,7 @@ def deaths(job: Job) -> list[Verdict]:
 
 
 def fsync_sites(scenario: str, layout: Layout) -> list[str]:
-    """Every place in the code that calls fsync, told apart by what it syncs."""
+    """Every place in the code that calls fsync, named by what it syncs."""
     return [str(site) for site in ask(Job(scenario, layout, "sites"))]
 
 
@@ -198,7 +198,7 @@ class Sites:
                 self._seen[folder] += 1
                 return f"{call.site} {_plain(folder, self._base)} #{self._seen[folder]}"
         site = f"{call.site} {_plain(call.path, self._base)}"
-        # The directory of files that are written together is told apart like one that is synced alone.
+        # The directory of files that are written together is named like one that is synced alone.
         site = site.removeprefix("write_files>")
         # Both come through one line of make_dirs.
         site = site.replace("make_dir_unsynced>", "make_dir>")
@@ -409,7 +409,7 @@ def _reporting(victim: Callable[[RunSession], Any], writer: int) -> Callable[[Ru
 
 
 def _cut(job: Job, scenario: Scenario, place: str, point: Point) -> str:
-    """Cut the power at a system call and leave what the machine finds again; what was told before."""
+    """Cut the power at a system call and leave what the machine finds again; what was reported before."""
     threading.excepthook = lambda _: None  # timers of a machine without power
     sites, seed = Sites(place), point.rank
     disk = SimulatedDisk(

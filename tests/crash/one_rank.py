@@ -1,12 +1,12 @@
-"""One rank of a simulated world whose storage fails at one operation, in every public collective call.
+"""One rank of a simulated world has storage that fails at one operation, in every public collective call.
 
     stage = Stage(directory, SHARED)        a run with checkpoints of both kinds, made once
     ends = stage.run(CALLS["load"], ...)    the call on every rank; one plan of faults for each rank
 
 python -m tests.crash.one_rank [name prefix ...]       every operation of every call, with every error
 
-Storage is reached through a protocol of its own that wraps what it opens in the plan of the rank whose
-thread opens it, and ``open_control`` gives each thread its simulated control: the calls are the
+Storage is reached through a protocol of its own that wraps what it opens in the plan of the rank of the
+thread that opens it, and ``open_control`` gives each thread its simulated control: the calls are the
 user's, from the URI on.
 """
 
@@ -65,7 +65,7 @@ GROUNDS = {
 
 @dataclass
 class _Here(threading.local):
-    """What the thread of a rank stands on."""
+    """What the thread of a rank works with."""
 
     control: Control | None = None
     plan: Plan = field(default_factory=Plan)
@@ -284,7 +284,7 @@ class Case:
     """One operation of one rank in one call, as it came in a clean run.
 
     kind: its operation and key, without what differs from run to run. leaving: the rank was leaving the
-    run that it held. nth: of that kind, from 1. Threads beside the rank's own make the place in the whole
+    run that it held. nth: of that kind, from 1. Threads other than the rank's own make the place in the whole
     trace differ, so another run finds the operation again by its kind.
     """
 

@@ -65,7 +65,7 @@ class Layout:
     shared: bool
 
     def directory(self, base: str, node: str) -> str:
-        """Where the run lies for a node."""
+        """Where the run is for a node."""
         return f"{base}/{RUN}" if self.shared else f"{base}/{node}/{RUN}"
 
     def directories(self, base: str) -> dict[str, str]:
@@ -77,7 +77,7 @@ class Layout:
         return out
 
     def ranks_at(self, node: str) -> list[int]:
-        """The ranks whose files lie in the domain of ``node``."""
+        """The ranks with files in the domain of ``node``."""
         return [r for r, n in enumerate(self.nodes) if self.shared or n == node]
 
 
@@ -146,7 +146,7 @@ def save_directory(session: RunSession, name: str, label: str) -> None:
 
 
 def publish(session: RunSession, name: str, label: str) -> None:
-    """A commit of a directory that lies beside the run, as DirectoryManager.save makes it."""
+    """A commit of a directory next to the run, as DirectoryManager.save makes it."""
     control, here = session.control, session.storage.local_path("")
     assert here is not None
     source = os.path.join(here, "..", "..", f"source-{control.world.node}")
@@ -211,7 +211,7 @@ def values(ends: Sequence[End[Any]]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """before: makes what lies there; victim: what is killed. old, new: the states allowed.
+    """before: makes what is there; victim: what is killed. old, new: the states allowed.
 
     between: further states that a reader may see until the next owner came. stages: what may stand for good
     besides, of a victim that commits more than once. foreign: files put there by somebody else, that must survive: paths below the run, the same in every domain.
@@ -473,7 +473,7 @@ def points(scenario: Scenario, layout: Layout, base: str) -> Iterator[Point]:
             yield Point(rank, nth)
             if op in HALVES:
                 yield Point(rank, nth, "half")
-            if op == "create":  # done, and nobody was told
+            if op == "create":  # done, and without an answer
                 yield Point(rank, nth, "after")
 
 
@@ -500,7 +500,7 @@ def look(layout: Layout, base: str, names: Sequence[str]) -> Sight:
             try:
                 found = locate(session, name)
             except (NotFoundError, IncompleteCheckpointError):
-                continue  # also what the log has and nobody finds: it is in no state that is allowed
+                continue  # also what the log has and no reader finds: it is in no state that is allowed
             seen[name] = _label(session, found)
         view = drive(read_view(), session.storage)
         views = {} if view is None else dict([view])
@@ -542,7 +542,7 @@ def rank_of(path: str) -> int:
 def stock_look(layout: Layout, base: str) -> dict[str, set[str]]:
     """What a reader sees that knows only step_N and its .metadata: labels by name, all domains.
 
-    A ``.metadata`` whose files are missing or of another save fails here.
+    A ``.metadata`` with files that are missing or of another save fails here.
     """
     seen: dict[str, set[str]] = {}
     for node, path in layout.directories(base).items():
@@ -572,7 +572,7 @@ def _stock_label(step: str, layout: Layout, node: str) -> str | None:
 
 @dataclass(frozen=True)
 class Told:
-    """What the victim's ranks were told before the end, or what the survivors were told.
+    """What the victim's ranks learned before the end, or what the survivors learned.
 
     acknowledged: some call returned. failed: some call raised an error with outcome "failed".
     fence: number of the fence of a call that returned, 0 for none.
@@ -603,7 +603,7 @@ def judge(
         _check_local(layout, first, scenario.lingering | scenario.removed)
     _check_stock(stock_look(layout, base), first.state, scenario)
 
-    # The next writer: recovers, goes on, leaves in peace.
+    # The next writer: recovers, continues, leaves in peace.
     def go_on(session: RunSession) -> None:
         with claim(session) as run:
             save(session, "next", "next", run)

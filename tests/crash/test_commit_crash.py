@@ -2,7 +2,7 @@
 
 After each death: exactly the old or exactly the new state, bit by bit, through every rank's own
 path; stock readers see whole checkpoints only; a reader that may not write gives the same answer
-before and after recovery; the next writer goes on and leaves nothing of the dead behind.
+before and after recovery; the next writer continues and leaves nothing of the dead behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYOUTS = {
 def assert_all_well(
     verdicts: list[Verdict], ends: AbstractSet[str] = frozenset({"old", "new"})
 ) -> None:
-    """Every death was judged well, and the moment of the commit lies among them."""
+    """Every death was judged well, and the moment of the commit is among them."""
     bad = [f"{v.point}:\n{v.trouble}" for v in verdicts if v.trouble]
     assert not bad, f"{len(bad)} of {len(verdicts)} deaths:\n" + "\n".join(bad[:3])
     seen = collections.Counter(v.end for v in verdicts)
@@ -69,14 +69,14 @@ def test_killed_at_a_sample_of_operations(scenario: str, layout: str, stride: in
     ("scenario", "layout"), [("fresh", "one"), ("fenced", "two"), ("replace", "two")]
 )
 def test_one_rank_dies_and_the_others_are_told_the_truth(scenario: str, layout: str) -> None:
-    """A survivor that was told "committed" finds the new state, "failed" the old, "unknown" either;
+    """A survivor that got "committed" finds the new state, "failed" the old, "unknown" either;
     what the survivors abandon and what the dead one left is cleaned up just the same.
     """
     assert_all_well(deaths(Job(scenario, LAYOUTS[layout], "alone", stride=17)))
 
 
 def test_a_rank_dies_between_its_seal_and_the_answer() -> None:
-    """The seal is in the log and its writer is gone: the others are told "unknown", not "failed"."""
+    """The seal is in the log and its writer is gone: the others get "unknown", not "failed"."""
     verdicts = deaths(Job("fresh", ONE_DOMAIN, "alone", when="after"))
     assert_all_well(verdicts, {"new"})
 

@@ -1,4 +1,4 @@
-"""ckptfs.save of real tensors dies at storage operations of any kind; what lies there is whole.
+"""ckptfs.save of real tensors dies at storage operations of any kind; what is there is whole.
 
     test --launch--> warmed process --fork--> victim   two simulated ranks save, SIGKILL at operation k
                                     --fork--> judge    looks, recovers, looks again
@@ -88,7 +88,7 @@ def stock(directory: str) -> int:
 
 
 def save(run: str, name: str, value: int, plan: Any) -> None:
-    """ckptfs.save(if_exists="replace") by two simulated ranks whose operations one plan counts."""
+    """ckptfs.save(if_exists="replace") by two simulated ranks; one plan counts their operations."""
     import torch
 
     from ckptfs.commit.ownership.claim import Takeover, claim
@@ -123,7 +123,7 @@ def in_a_fork(work: Callable[[], object]) -> tuple[int, str]:
         code, told = 1, ""
         try:
             told, code = json.dumps(work()), 0
-        except BaseException:  # noqa: BLE001 - told to the test
+        except BaseException:  # noqa: BLE001 - passed to the test
             told = traceback.format_exc()
         with os.fdopen(writer, "w") as pipe:
             pipe.write(told)
@@ -157,10 +157,10 @@ def judge(run: str, scenario: str) -> str:
     assert stock(f"{run}/{last}") == value
     assert {p.parent.name for p in Path(run).glob("*/.metadata")} == set(names)
     assert os.listdir(f"{run}/.ckptfs/attempts") == [], "the dead one's attempt is gone"
-    # Half of a hint or lease beside the log is a name of no meaning to anybody; it may stay.
+    # Half of a hint or lease next to the log is a name of no meaning to anybody; it may stay.
     halves = [p for p in Path(run).rglob("*") if ".partial" in p.name]
     assert [p for p in halves if p.parent.name != ".ckptfs"] == [], "half of a file is left"
-    # And the run goes on.
+    # And the run continues.
     from ckptfs.testing.faults import Plan
 
     save(run, SCENARIOS[scenario], 3, Plan([]))
@@ -211,7 +211,7 @@ def all_deaths(rank: Rank) -> list[Any]:
 
 
 def deaths(scenario: str, sample: int | None) -> None:
-    """Let them die; every death was judged well, and the commit lies among them."""
+    """Let them die; every death was judged well, and the commit is among them."""
     args = {"scenario": scenario, "sample": sample}
     with launch(all_deaths, 1, args=args) as ranks:
         [told] = ranks.values(timeout_s=280 if sample else 3000)

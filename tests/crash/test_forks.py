@@ -1,4 +1,4 @@
-"""The warmed process of the crash tests ends when it is told to, whatever its forks do."""
+"""The warmed process of the crash tests ends on demand, whatever its forks do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The disk is full, or refuses, at every operation that would write: one typed error on all ranks,
-what was committed stays, and once there is room again the next writer goes on.
+what was committed stays, and once there is room again the next writer continues.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_one_failed_operation_is_one_error_on_all_ranks(
     memory_path: Path, scenario: str, layout: Layout, number: int
 ) -> None:
     """A single operation that fails, whichever it is: the same typed error everywhere, old or new
-    state as told, and the next writer is not hindered.
+    state as reported, and the next writer is not hindered.
     """
     prepare(SCENARIOS[scenario], layout, str(memory_path / "before"))
     failures = 0

@@ -1,4 +1,4 @@
-"""Objects in a state whose ``state_dict`` and ``load_state_dict`` talk to the other ranks."""
+"""Objects in a state with a ``state_dict`` and ``load_state_dict`` that talk to the other ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN = "rank+file:///site/run"
 
 
 class Board:
-    """Where two ranks meet, by name; who meets nobody gets BrokenBarrierError."""
+    """Where two ranks meet, by name; who meets no other gets BrokenBarrierError."""
 
     def __init__(self) -> None:
         self._barriers: dict[str, threading.Barrier] = {}
@@ -105,7 +105,7 @@ def test_objects_are_called_in_one_order_on_every_rank(
 
 
 def test_a_state_that_one_rank_cannot_give_ends_the_load_of_all(tmp_path: Path) -> None:
-    """In a held run, where nobody leaves, too: all get the error of the user's object and its rank."""
+    """In a held run, where no rank leaves, too: all get the error of the user's object and its rank."""
 
     class Broken(Talker):
         def state_dict(self) -> dict[str, Any]:

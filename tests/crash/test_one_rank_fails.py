@@ -15,7 +15,7 @@ from tests.crash.one_rank import CALLS, CAUSE, GROUNDS, MADE, Case, Stage, cases
 
 EVERY = 25  # of the other operations one in so many, and each first of its kind
 
-# What went on outside of a step once: one rank failed there, and the others waited for it.
+# What once happened outside of a step: one rank failed there, and the others waited for it.
 FAILED_BEFORE = (
     "stat .ckptfs/log/00000000",
     "refresh .ckptfs/attempts*",
@@ -41,7 +41,7 @@ OPTIONAL = {
     "sweep_uploads": "another owner sweeps them",
 }
 
-# What one of several ranks does, whoever comes first: in another run that may be another one.
+# What one of several ranks does, whichever comes first: in another run that may be another one.
 RACED = ("create .ckptfs/domain",)
 
 # What is asked again after a TransientError, and why it may be.
@@ -61,7 +61,7 @@ def _sample(cases: list[Case]) -> list[Case]:
     for number, case in enumerate(cases):
         text = f"{case.op} {case.key}"
         known = any(fnmatch.fnmatchcase(text, pattern) for pattern in FAILED_BEFORE)
-        # Of the log the first entry stands for all of them.
+        # Of the log the first entry represents all of them.
         kind = (case.rank, re.sub(r"/\d{8}$", "/*", case.kind))
         if (known and kind not in seen) or number % EVERY == 0 or case.leaving:
             chosen.append(case)
@@ -76,7 +76,7 @@ def _is_right(case: Case, found: str, error: type = AccessError) -> bool:
     if found == "succeeded":
         # A run that is not released: the next owner reads no release, and waits for the lease to stand still.
         return optional or case.leaving or case.call in MADE
-    # A thread beside may come only after the end, with what is not waited for.
+    # Another thread may come only after the end, with what is not waited for.
     return found == "failed" or (found == "was not asked" and (optional or text in RACED))
 
 

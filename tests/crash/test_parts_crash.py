@@ -1,7 +1,7 @@
 """A checkpoint of parts dies at every storage operation of everybody who takes part.
 
-After each death: every part is there, bit by bit, or none is; where a part lies on a disk that has
-not heard from home it is in doubt and kept; the next driver settles what it reaches, and its next
+After each death: every part is there, bit by bit, or none is; a part on a disk that has
+no answer from home is in doubt and kept; the next driver settles what it reaches, and its next
 ticket what its groups reach; nothing of the dead is left behind.
 """
 
@@ -40,7 +40,7 @@ def moments(plan: Mortal) -> Iterator[tuple[int, str]]:
 
 
 def die(cast: Cast, plan: Plan, label: str = "two") -> bool:
-    """Play until everybody dies; whether they told of a commit before."""
+    """Play until everybody dies; whether they reported a commit before."""
     cast.plan = plan
     told = False
     try:
@@ -165,7 +165,7 @@ def judge_again(cast: Cast, *, told: bool) -> str:
 
 def test_a_lost_home_keeps_every_promise(memory_path: Path) -> None:
     """Home dies with its disk after all parts are sealed: a new owner of a group's disk deletes
-    nothing and says which home decides; where the decision was told before, it is committed.
+    nothing and says which home decides; where the decision was reported before, it is committed.
     """
     cast = prepared(memory_path, shared=False)
     cast.play("two", publish=False)

@@ -29,7 +29,7 @@ from tests.crash.forks import Job, deaths, fsync_sites
 from tests.crash.rig import ONE_DOMAIN, SCENARIOS, SOLO, Layout, look, prepare, sessions
 from tests.crash.test_commit_crash import assert_all_well
 
-# Scenarios whose data files pass the disk by are not for here: people write them with open().
+# Scenarios with data files that pass the disk by are not for here: people write them with open().
 CUT = [name for name in SCENARIOS if name != "directory"]
 # For a missing fsync the birth of a run is searched first, which shows most; the others last.
 SEARCHED = sorted(CUT, key=lambda name: (name != "birth", name in ("claim", "abandoned")))
@@ -55,7 +55,7 @@ ENDS = {"claim": {"new"}, "abandoned": {"new"}}  # old and new are one there
 def test_power_cut_loses_nothing_acknowledged(
     scenario: str, layout: Layout, stride: int, luck: tuple[int, ...]
 ) -> None:
-    """Old or new, bit by bit, new if anybody was told so; a fence that was told of stands."""
+    """Old or new, bit by bit, new if any rank got that answer; a fence that was reported counts."""
     verdicts = deaths(Job(scenario, layout, "cut", stride=stride, lucky=luck))
     assert_all_well(verdicts, ENDS.get(scenario, {"old", "new"}))
 
@@ -70,7 +70,7 @@ def test_campaign_every_power_cut(scenario: str, layout: Layout, luck: int) -> N
     assert_all_well(verdicts, ENDS.get(scenario, {"old", "new"}))
 
 
-# Sites whose omission shows nothing here, and why they stay.
+# Sites that show nothing here when they are left out, and why they stay.
 STAY = {
     "make_dir>_probe_once>probe_posix>sync_dir": "asks whether directories can be synced",
     "replace>_write_in_directory>_replace>write_file": "the lease; tests/storage proves replace()",
@@ -137,7 +137,7 @@ class DiesAfterLink:
 
 
 def test_a_newcomer_makes_durable_what_it_folded(memory_path: Path) -> None:
-    """A save's entry was linked and its writer died before the fsync. Whoever takes the run acts on
+    """A save's entry was linked and its writer died before the fsync. The next owner acts on
     that entry, so its own sync of the log comes first: the power may go right after.
     """
     base = memory_path / "disk"

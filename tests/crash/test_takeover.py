@@ -1,4 +1,4 @@
-"""Taking a run over from a real process: one that lives, stands still, died or left.
+"""Taking a run over from a real process: one that lives, is stopped, died or left.
 
 The owner is another process with its own job and node, so that only its lease can speak for it.
 Where a newcomer must not wait, its patience is longer than the test may last.
@@ -35,12 +35,12 @@ from tests.crash import rig
 from tests.multiprocess.harness import Rank, Ranks, launch
 
 SHORT = LeaseTimes(rewrite_s=0.1, still_s=1.0)
-ENDLESS = LeaseTimes(rewrite_s=0.1, still_s=3600.0)  # whoever waits for this lease fails the test
+ENDLESS = LeaseTimes(rewrite_s=0.1, still_s=3600.0)  # who waits for it fails the test
 OWNER = {"CKPTFS_JOB_ID": "old", "CKPTFS_NODE": "there"}
 
 
 class _Announced(Plan):
-    """Stops an owner's save at one storage operation until the test lets it go on."""
+    """Stops an owner's save at one storage operation until the test lets it continue."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _Announced(Plan):
         self._wanted = ("", "")
 
     def stop_at(self, op: str, part: str) -> None:
-        """Stop at the next ``op`` whose key holds ``part``."""
+        """Stop at the next ``op`` with ``part`` in its key."""
         self._wanted = (op, part)
 
     def begin(self, op: str, key: str) -> Action | None:
@@ -156,7 +156,7 @@ def take(session: RunSession, **how: Any) -> Run:
 
 
 def test_living_owner_is_named_and_keeps_its_run(held: Held) -> None:
-    """A newcomer learns host, pid, job and last commit of the owner, and the owner goes on."""
+    """A newcomer learns host, pid, job and last commit of the owner, and the owner continues."""
     before = held.entries()
     with newcomer(held.run) as session, pytest.raises(RunBusyError) as caught:
         take(session)
@@ -220,7 +220,7 @@ def test_owner_frozen_inside_a_save_is_fenced_and_leaves_no_byte(held: Held, poi
 
 
 def test_released_run_is_free_at_once(held: Held) -> None:
-    """After release() nobody watches a lease, also with takeover="never"."""
+    """After release() no process watches a lease, also with takeover="never"."""
     held.tell("release")
     assert held.end() == "released"
     with newcomer(held.run) as session, take(session, takeover=Takeover.NEVER) as run:
@@ -268,7 +268,7 @@ def test_takeover_never_does_not_wait_even_for_a_dead_owner(held: Held) -> None:
 
 
 def test_takeover_force_takes_a_living_owners_run(held: Held) -> None:
-    """takeover="force" asks nobody; the living owner is fenced at its next save."""
+    """takeover="force" asks no one; the living owner is fenced at its next save."""
     with newcomer(held.run) as session, take(session, takeover=Takeover.FORCE) as run:
         assert run.generation.number == 2
         rig.save(session, "step_3", "three", run)

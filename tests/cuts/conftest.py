@@ -1,4 +1,4 @@
-"""Disks whose power can be cut: skipped where they cannot be, an error in CI. And one victim for all."""
+"""Disks with power that can be cut: skipped where they cannot be, an error in CI. And one victim for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its seed alone: whoever knows the seed can tell every bit."""
+"""What a checkpoint holds, from its seed alone: who knows the seed knows every bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Plays a life on a disk, cuts its power again and again, and tells what was found each time.
+"""Plays a life on a disk, cuts its power again and again, and reports what was found each time.
 
 One operation after the other, in turn; the cut comes before one of the disk's writes or flushes that
-belong to it, or when it was just acknowledged. The life goes on as if nothing had been, so that the
+belong to it, or when it was just acknowledged. The life continues as if nothing had been, so that the
 next cut finds a longer history.
 """
 

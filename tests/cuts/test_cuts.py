@@ -1,5 +1,5 @@
 """The power goes under a real ext4, xfs, btrfs while ckptfs works there: nothing that was acknowledged
-is lost, nothing half is believed, and the next job goes on. Without the fsyncs it is not so.
+is lost, nothing half is believed, and the next job continues. Without the fsyncs it is not so.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def write(path: Path, data: bytes, *, sync: bool) -> None:
 @pytest.mark.parametrize("fs", FILESYSTEMS)
 def test_a_cut_leaves_what_was_flushed_alone(fs: Filesystem, make_disk: MakeDisk) -> None:
     """Whatever the disk loses, a file that was fsynced is there, and one that was not is not; the disk
-    itself goes on, and is cut again.
+    itself works on, and is cut again.
     """
     disk = make_disk(fs)
     for number, lose in enumerate(Lose):
@@ -65,7 +65,7 @@ def write_back(fd: int) -> None:
 
 
 def test_the_disk_has_a_cache_that_a_cut_empties(make_disk: MakeDisk) -> None:
-    """What the device got and was not told to flush survives where nothing of it is lost, and does not
+    """What the device got and got no order to flush survives where nothing of it is lost, and does not
     where everything is; in between it depends on the seed.
     """
     disk, size = make_disk("ext4"), 1 << 20
@@ -105,7 +105,7 @@ def test_a_cut_comes_before_the_operation_that_was_asked_for(make_disk: MakeDisk
 def test_a_person_cuts_from_a_shell(
     make_disk: MakeDisk, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What ``make lab-powercut`` says works: the command mounts what is left beside the disk."""
+    """What ``make lab-powercut`` says works: the command mounts what is left next to the disk."""
     disk = make_disk("xfs")
     write(disk.directory / "file", b"x", sync=True)
     assert f"tests.lab.cut {disk.run_dir}" in disk.describe()
@@ -116,7 +116,7 @@ def test_a_person_cuts_from_a_shell(
 
 
 def held() -> tuple[subprocess.Popen[str], Path]:
-    """A process with a disk, and where that lies."""
+    """A process with a disk, and where that is."""
     process = subprocess.Popen(
         [sys.executable, "-c", _HOLDER],
         cwd=REPOSITORY,
@@ -154,7 +154,7 @@ def test_kill_9_of_whoever_held_a_disk_leaves_nothing(make_disk: MakeDisk) -> No
 
 
 def test_what_was_killed_with_its_keeper_is_swept_away(make_disk: MakeDisk) -> None:
-    """The next disk unmounts and removes what nobody was left to remove; not what lives."""
+    """The next disk unmounts and removes what no process was left to remove; not what lives."""
     living = make_disk("ext4")
     process, run_dir = held()
     keepers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -1,4 +1,4 @@
-"""What a victim said decides what must be found: lost, torn, old and half checkpoints are told."""
+"""What a victim said decides what must be found: lost, torn, old and half checkpoints are reported."""
 
 from __future__ import annotations
 

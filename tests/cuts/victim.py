@@ -1,4 +1,4 @@
-"""A trainer on a disk that loses its power: does what it is told, and says what it was promised.
+"""A trainer on a disk that loses its power: does what it is asked, and says what it was promised.
 
     live DIRECTORY SYNCS SEED   a life begins: on that filesystem, with those of ckptfs's fsyncs
     prepare save overwrite retention background pointer copy plain     one operation
@@ -161,7 +161,7 @@ class Life:
                     raise RuntimeError(f"ckptfs cp ended with {end.code}") from end
 
     def plain(self) -> None:
-        """A file over the old one, as one does it who has not heard of fsync."""
+        """A file over the old one, as one does it who does not know fsync."""
         with self._writing("plain", "plain", self._new_name()) as (target, seed):
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = target.with_name("temporary")
@@ -272,7 +272,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # What ckptfs cp tells a person must not come between the lines.
+    # What ckptfs cp prints for a person must not come between the lines.
     _OUT = os.dup(1)
     os.dup2(2, 1)
     main()

@@ -1,4 +1,4 @@
-"""State that lies on an accelerator: saved, staged and loaded there, bit by bit, at no cost in its memory.
+"""State on an accelerator: saved, staged and loaded there, bit by bit, at no cost in its memory.
 
 Every test runs on the CPU everywhere, so that it cannot rot, and on CUDA where there is one: ``-m gpu``
 chooses those. What only a device can show, pinned buffers and its own memory, is asked of a device only.
@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_CUDA)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where the state lies."""
+    """Where the state is."""
     return str(request.param)
 
 

@@ -3,7 +3,7 @@
     news = LateNews(3.0, clock := SharedClock())
     LateStorage(open_storage(uri), news, node="a")      on ranks of node a; another one on node b
 
-Names appear late: until ``delay_s`` after a write, other nodes are told "not found" and list without
+Names appear late: until ``delay_s`` after a write, other nodes get "not found" and list without
 it. Creating a taken name is refused at once, as a server does it. ``SharedClock`` moves on when
 somebody waits, for all who share it: seconds of waiting cost nothing.
 """

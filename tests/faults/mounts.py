@@ -4,7 +4,7 @@
     LocalStorage(uri, posix=CopyingMount(links=False))   and there are no hard links: s3fs, rclone mount
 
 So do FUSE mounts of object stores: every name of the old directory is copied, then removed; who looks
-meanwhile sees half of each. Files are still renamed in one step.
+in between sees half of each. Files are still renamed in one step.
 """
 
 from __future__ import annotations

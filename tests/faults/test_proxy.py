@@ -269,7 +269,7 @@ def test_reset_in_the_middle_of_an_answer(store: _Server, target: str) -> None:
 
 
 def test_what_kills_the_client_runs_at_the_moment(store: _Server) -> None:
-    """``do`` is called once, with the request, when the server has acted and nobody knows it yet."""
+    """``do`` is called once, with the request, when the server has acted and no client knows it yet."""
     seen: list[tuple[str, bool]] = []
 
     def look(exchange: Exchange) -> None:
@@ -313,7 +313,7 @@ def test_truncated_with_the_truth(store: _Server) -> None:
 
 
 def test_truncated_with_a_lie(store: _Server) -> None:
-    """A short body that says it is whole: only a digest, or the size asked for, tells."""
+    """A short body that says it is whole: only a digest, or the size asked for, shows it."""
     with before(store, HttpFault("GET", "*", Nth(1), Truncate(5000, Cut.LYING))) as proxy:
         assert ask(proxy, "GET", "/there")[:2] == (200, BODY[:5000])
 
@@ -335,7 +335,7 @@ def test_trickle(store: _Server) -> None:
 
 @pytest.mark.parametrize("at", [At.BEFORE, At.ACTED])
 def test_hold(store: _Server, at: At) -> None:
-    """A held request waits before or after the server acted, and goes on when it is let."""
+    """A held request waits before or after the server acted, and continues when it is let."""
     gate = Gate()
     with before(store, HttpFault("PUT", "*", Nth(1), Hold(gate, at))) as proxy:
         found: list[int] = []

@@ -36,7 +36,7 @@ HOOK = {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "tests.faults.victim.install"
 
 def install() -> None:
     """Put the plan of the environment around every storage that this process opens from now on."""
-    # Private, and the one place where each storage is made, whoever imported open_storage by name.
+    # Private, and the one place where each storage is made, whichever module imported open_storage by name.
     plan, choose = Plan.from_environment(), registry._factory
 
     def chosen(uri: Uri) -> registry.Factory:

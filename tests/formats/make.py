@@ -1,4 +1,4 @@
-"""Write the golden files of ``tests/formats`` anew: ``make formats``.
+"""Write the golden files of ``tests/formats`` again: ``make formats``.
 
     v1/             one file for everything that format version 1 of ckptfs writes by itself
     torch-<x.y.z>/  a checkpoint written by that version's own checkpoint package on two ranks

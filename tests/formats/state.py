@@ -113,7 +113,7 @@ def _main(verb: str, directory: str, rank: str, size: str, overlay: str = "") ->
 
     warnings.simplefilter("ignore")  # old torch warns about newer Python; not what is asked here
     if int(size) > 1:
-        # A file lets two processes meet without a port; it lies beside the checkpoint.
+        # A file lets two processes meet without a port; it is next to the checkpoint.
         store = dist.FileStore(str(Path(directory).with_suffix(".store").absolute()), int(size))
         dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size))
     wanted = state(sharded=int(size) > 1)

@@ -166,7 +166,7 @@ class FaultProxy:
         return [e for e in self.log if matches(e.method, e.target, method, path)]
 
     def forget(self) -> None:
-        """Begin the log anew, from number 1."""
+        """Begin the log again, from number 1."""
         with self._shared.news:
             self._shared.log.clear()
 
@@ -227,7 +227,7 @@ class FaultProxy:
         except asyncio.CancelledError:
             reset(writer)  # the proxy ends; asyncio would report the cancellation as an error
         except Exception:  # noqa: BLE001 - the log is where a test looks
-            # Nobody waits for this task; without a word the client's reset would look planned.
+            # No one waits for this task; without a word the client's reset would look planned.
             _log.exception("the proxy itself failed")
             reset(writer)
         finally:

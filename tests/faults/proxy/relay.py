@@ -80,7 +80,7 @@ class Relay:
             reset(self._writer)
 
     async def _exchange(self, head: Head, exchange: Exchange) -> bool:
-        """One request; whether the connection goes on."""
+        """One request; whether the connection stays open."""
         actions = self._shared.plan.begin(head.method, head.target)
         for action in actions:
             if isinstance(action, Delay):

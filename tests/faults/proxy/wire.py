@@ -57,7 +57,7 @@ class Head:
 
     @property
     def content_length(self) -> int | None:
-        """As it is told; None where it is not."""
+        """As it is given; None where it is not."""
         told = self.get("content-length")
         return None if told is None or self.is_chunked else int(told)
 
