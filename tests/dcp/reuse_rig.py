@@ -59,7 +59,7 @@ class Run:
         self.restart()
 
     def restart(self, plan: Plan | None = None) -> None:
-        """Whoever held the run is gone; another process takes it, and is hurt as ``plan`` says."""
+        """The owner of the run is gone; another process takes it, and is hurt as ``plan`` says."""
         self.bury()
         storage = self.plain if plan is None else FaultyStorage(self.plain, plan)
         session = start_session(SoloControl(World.solo()), storage, Place(), write=True)
@@ -117,7 +117,7 @@ class Run:
     # -- what can be seen -------------------------------------------------------------------
 
     def load(self, name: str, like: dict[str, Any]) -> dict[str, Any]:
-        """What lies under a name, through a session that may only read."""
+        """What is under a name, through a session that may only read."""
         session = start_session(SoloControl(World.solo()), self.plain, Place(), write=False)
         blank = copy.deepcopy(like)
         for value in blank.values():

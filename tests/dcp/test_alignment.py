@@ -1,4 +1,4 @@
-"""Where tensors lie in data files: at multiples of 64, behind zeros that nobody has to read."""
+"""Where tensors are in data files: at multiples of 64, behind zeros that no reader needs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def gaps(digests: FileDigests) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_payload_lies_at_a_multiple_of_64(tmp_path: Path, name: str) -> None:
-    """Of every tensor that has bytes, by every engine; between items lie less than 64 zeros, and none
+    """Of every tensor that has bytes, by every engine; between items are less than 64 zeros, and none
     before objects or at the end.
     """
     state = state_of()
@@ -94,7 +94,7 @@ def test_what_torch_frames_itself_is_aligned_too(
 
 
 def test_the_blocks_of_a_file_leave_nothing_out(tmp_path: Path) -> None:
-    """Whoever verifies or copies a whole file goes on where it was, padding or not."""
+    """A reader that verifies or copies a whole file continues where it was, padding or not."""
     done = written(stream_engine, tmp_path, state_of())
     at = 0
     for start, stop, _ in done.digests.blocks():
@@ -105,7 +105,7 @@ def test_the_blocks_of_a_file_leave_nothing_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", range(3))
 def test_a_bit_of_padding_hinders_no_load(tmp_path: Path, place: int) -> None:
-    """Ours and stock's load all the same; a pass over the whole file tells of it."""
+    """Ours and stock's load all the same; a pass over the whole file reports it."""
     tensors = {"a": torch.arange(7.0), "b": torch.ones(300_001), "c": torch.arange(3)}
     storage = open_storage(tmp_path)
     our_save(storage, 1, lambda _: {"o": "x"} | tensors)

@@ -110,7 +110,7 @@ def trained(*, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def test_a_fresh_optimizer_is_never_left_empty(
     shape: str, how: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Whatever is allowed: by itself it asks for nothing, and would go on without its moments."""
+    """Whatever is allowed: by itself it asks for nothing, and would continue without its moments."""
 
     def state(optimizer: Any) -> dict[str, Any]:
         shapes: dict[str, Callable[[], dict[str, Any]]] = {
@@ -143,7 +143,7 @@ def test_torchs_load_tells_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_an_optimizer_without_parameters_here_is_not_meant(tmp_path: Path) -> None:
-    """A pipeline stage of which another rank has all parameters."""
+    """A pipeline stage; another rank has all its parameters."""
     ckptfs.save({"optim": trained(steps=1)[1]}, tmp_path / "step_1")
     none = {"state": {}, "param_groups": [{"lr": 0.0, "params": []}]}
     ckptfs.load({"optim": none}, tmp_path / "step_1", allow="stock")
@@ -157,7 +157,7 @@ def test_a_module_without_memory_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_buffer_that_is_not_saved_needs_no_memory(tmp_path: Path) -> None:
-    """Nothing is loaded into it, so that nothing gets lost; parameters beside it still need theirs."""
+    """Nothing is loaded into it, so that nothing gets lost; parameters next to it still need theirs."""
     rotary = torch.nn.Module()
     rotary.register_buffer("inv", torch.zeros(2, device="meta"), persistent=False)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), rotary)

@@ -106,7 +106,7 @@ def fail(fs: CheckpointFileSystem, step: str) -> None:
             file.write(b"half")
             raise KeyError
 
-    with pytest.raises((KeyError, FencedError)):  # the latter where the run was taken meanwhile
+    with pytest.raises((KeyError, FencedError)):  # the latter where the run was taken in between
         half()
 
 
@@ -196,7 +196,7 @@ def test_a_committer_that_died_before_the_projection_is_read_through(tmp_path: P
 
 
 def test_the_old_one_stays_until_the_new_is_committed(tmp_path: Path) -> None:
-    """Removing ``.metadata`` of a checkpoint shows nobody anything; the commit that follows replaces
+    """Removing ``.metadata`` of a checkpoint shows no reader anything; the commit that follows replaces
     it, and without that removal it is CommitConflictError.
     """
     fs, step = FileCheckpoints(skip_instance_cache=True), f"{tmp_path}/run/step_1"
@@ -242,7 +242,7 @@ def test_shards_of_earlier_tries_are_not_in_the_commit(tmp_path: Path) -> None:
 
 
 def test_deleting_by_name(tmp_path: Path) -> None:
-    """A pinned checkpoint stays; a deleted one is gone from log and disk, foreign files beside it
+    """A pinned checkpoint stays; a deleted one is gone from log and disk, foreign files next to it
     stay, its name is free again; a name that no log knows is False.
     """
     fs, step = FileCheckpoints(skip_instance_cache=True), f"{tmp_path}/run/step_1"
@@ -313,7 +313,7 @@ def test_one_process_of_all_commits(tmp_path: Path) -> None:
 
 
 def test_a_deleter_that_stands_still_moves_nothing_of_a_successor(tmp_path: Path) -> None:
-    """Whoever goes on with a delete that another has entered fences first: its trash is gone then."""
+    """A process that continues a delete of another fences first: its trash is gone then."""
     run = str(tmp_path / "run")
 
     def save(data: bytes) -> None:
@@ -375,7 +375,7 @@ def test_a_refused_overwrite_leaves_no_copy_behind(tmp_path: Path) -> None:
 
 def test_put_of_a_copy_keeps_its_data(tmp_path: Path) -> None:
     """A checkpoint that ``ckptfs cp`` made, and one that was copied on from there, keep their data
-    when they are put by fsspec: their shards lie below the id of a copy, and wait for no commit.
+    when they are put by fsspec: their shards are below the id of a copy, and wait for no commit.
     """
     value = torch.arange(3000.0)
     ckptfs.save({"w": value}, tmp_path / "a/step_100")

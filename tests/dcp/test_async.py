@@ -173,7 +173,7 @@ def test_jobs_run_in_order_and_a_failure_does_not_end_the_thread() -> None:
 
 
 def test_what_has_not_begun_when_time_is_up_is_told_so() -> None:
-    """close(timeout) lets the job that runs go on and fails those that wait."""
+    """close(timeout) lets the running job end and fails those that wait."""
     worker, go, reached = SaveWorker(), threading.Event(), threading.Event()
 
     def first() -> str:

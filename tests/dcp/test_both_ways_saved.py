@@ -1,7 +1,7 @@
 """What ``save`` writes, a manager restores; what a manager saves, ``load`` loads: empty states too.
 
 A manager saves the state of an object as one item, an empty one as well; ``save`` flattens all that is
-a dict, and of an empty one nothing is left. Whoever loads knows neither.
+a dict, and of an empty one nothing is left. The loader knows neither.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Counter:
-    """An object whose state is whatever dict it was given last."""
+    """An object; its state is whatever dict it was given last."""
 
     def __init__(self, **state: Any) -> None:
         self.state = state
@@ -72,7 +72,7 @@ LOADS: list[Way] = [by_load, by_restore, by_planner]
 
 
 def states(*, fresh: bool) -> dict[str, Any]:
-    """Everything that is empty somewhere, and an object whose state is not."""
+    """Everything that is empty somewhere, and an object with a state that is not."""
     value = 0.0 if fresh else 3.0
     return {
         "w": torch.full((2,), value),
@@ -101,7 +101,7 @@ def values_of(state: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("save", SAVES)
 def test_empty_states_go_both_ways(save: Way, load: Way, tmp_path: Path) -> None:
-    """Nobody's empty state is missing, and none is one that nobody asks for."""
+    """No empty state is missing, and none is one that is not asked for."""
     saved = states(fresh=False)
     save(saved, tmp_path)
     found = states(fresh=True)
@@ -129,7 +129,7 @@ def test_a_state_that_is_not_empty_is_still_missed(save: Way, load: Way, tmp_pat
 
 @pytest.mark.parametrize("load", [by_load, by_restore])
 def test_what_was_saved_is_loaded_into_a_dict_that_is_empty_now(load: Way, tmp_path: Path) -> None:
-    """A state that a manager saved as one item fills a fresh object, whose own state is empty."""
+    """A state that a manager saved as one item fills a fresh object with an empty state."""
     by_manager({"w": torch.ones(2), "sched": Counter(last_epoch=4)}, tmp_path)
     fresh = Counter()
     load({"w": torch.zeros(2), "sched": fresh}, tmp_path)
@@ -157,7 +157,7 @@ def test_an_optimizer_without_moments_goes_both_ways(tmp_path: Path) -> None:
 
 
 def whole(state: dict[str, Any], run: Path) -> None:
-    """A nest as one object, as torch's planner makes it where it is told not to flatten."""
+    """A nest as one object, as torch's planner makes it where it must not flatten."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, storage_writer=ckptfs.StorageWriter(run / "step_1"), planner=planner)
 

@@ -1,4 +1,4 @@
-"""The collector is held off for our own computing alone, and whatever others do with it meanwhile stands."""
+"""The collector is held off for our own computing alone, and what others do with it in that time is kept."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_who_turns_it_off_meanwhile_finds_it_off() -> None:
 
 
 def test_who_puts_it_back_meanwhile_finds_it_on() -> None:
-    """Other code's own pause, begun and ended inside ours, does not leave it off for ever."""
+    """Other code's own pause, begun and ended inside ours, does not leave it off forever."""
     with gc_paused():
         was_enabled = gc.isenabled()  # as timeit and training loops do
         gc.disable()
@@ -118,8 +118,8 @@ def test_who_puts_it_back_meanwhile_finds_it_on() -> None:
 
 @pytest.mark.parametrize("threshold", [0, 123])
 def test_a_threshold_that_somebody_sets_stands(threshold: int) -> None:
-    """Set before or meanwhile, the last one's is there afterwards; 0 before means off for good."""
-    with gc_paused():  # another one before, whose threshold is over
+    """Set before or during the pause, the last one's is there afterwards; 0 before means off for good."""
+    with gc_paused():  # another one before, with a threshold that is over
         pass
     gc.set_threshold(threshold, 11, 12)
     with gc_paused():

@@ -1,4 +1,4 @@
-"""What is too much for a save plan is told by whoever made it: what, by how much, and what to do."""
+"""The rank that made too much for a save plan reports it: what, by how much, and what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan(key: str, tensor: torch.Tensor) -> SavePlan:
 
 
 def test_the_most_dimensions_travel() -> None:
-    """64 dimensions are told as they are."""
+    """64 dimensions are sent as they are."""
     found = decode_structure(structure_of(plan("w", torch.zeros([1] * 64))), Interned())
     assert found.shapes.sizes == (torch.Size([1] * 64),)
 

@@ -142,7 +142,7 @@ Copying = Callable[[Path, Path], None]
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("kind", ["subfolder", "classes", "names"])
 def test_what_is_not_recognised_lies_plainly(tmp_path: Path, kind: str, copy: Copying) -> None:
-    """Shards in subfolders, planner_data of another class, and files of other names lie under their own
+    """Shards in subfolders, planner_data of another class, and files of other names keep their own
     names, byte for byte, whatever copies them; the next owner of the run and its saves leave them alone.
     """
     source, run = stock(tmp_path / "made", kind), tmp_path / "run"
@@ -173,7 +173,7 @@ def test_a_whole_stock_save_is_one_commit_in_any_order(
     tmp_path: Path, fs_type: type[CheckpointFileSystem]
 ) -> None:
     """In every order of its files a stock save that is copied in is committed with its last, and its
-    plain names are gone then; before that, each file lies under its own name.
+    plain names are gone then; before that, each file is under its own name.
     """
     source = stock(tmp_path / "made", "stock")
     fs, bare = fs_type(skip_instance_cache=True), fs_type.target
@@ -249,7 +249,7 @@ def test_a_committed_name_is_refused_before_the_first_byte(tmp_path: Path) -> No
 def test_a_commit_that_fails_leaves_the_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the commit of a copy fails, its files lie as they came, with their metadata, nothing is left
+    """Where the commit of a copy fails, its files stay as they came, with their metadata, nothing is left
     in the control directory, and a warning says why.
     """
     source, run = stock(tmp_path / "made", "stock"), tmp_path / "run"
@@ -294,7 +294,7 @@ def test_a_kill_in_the_commit_loses_nothing(tmp_path: Path, when: str) -> None:
 
 
 def test_a_stock_copy_with_the_shell_is_never_touched(tmp_path: Path) -> None:
-    """``cp -r`` behind our back, then an owner and a save beside it: every file stays."""
+    """``cp -r`` behind our back, then an owner and a save next to it: every file stays."""
     source, run = stock(tmp_path / "made", "stock"), tmp_path / "run"
     ckptfs.save({"w": torch.ones(3)}, run / "step_1")
     shutil.copytree(source, run / "step_3")

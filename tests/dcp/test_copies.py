@@ -32,7 +32,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[int]], Held, list[set[MetadataInd
 def test_every_domain_holds_once_whatever_its_ranks_hold(
     world: tuple[list[list[int]], Held, list[set[MetadataIndex]]],
 ) -> None:
-    """No domain lacks an item of its ranks, none writes one twice, nobody writes what it has not."""
+    """No domain lacks an item of its ranks, none writes one twice, none writes what it has not."""
     domains, held, kept = world
     extra = copies_for(domains, held, kept)
     for ranks in domains:
@@ -62,7 +62,7 @@ def test_the_ranks_of_a_domain_share_its_copies() -> None:
 
 
 def test_one_domain_needs_no_copies() -> None:
-    """On shared storage DCP's deduplication stands: one writer for a replicated item."""
+    """On shared storage DCP's deduplication is kept: one writer for a replicated item."""
     index = MetadataIndex("lr")
     held: Held = [[(index, 8)], [(index, 8)]]
     assert copies_for([[0, 1]], held, [{index}, set()]) == [set(), set()]

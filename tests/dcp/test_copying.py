@@ -194,7 +194,7 @@ def test_node_local_to_node_local_has_metadata_for_each_domain(tmp_path: Path) -
 
 
 def test_a_node_that_came_later_takes_part_and_a_lost_one_is_named(tmp_path: Path) -> None:
-    """Saved on two nodes: three can copy it; without one of the two nobody can, and it is said who
+    """Saved on two nodes: three can copy it; without one of the two none can, and the error says who
     had what.
     """
     primary = tmp_path / "primary"
@@ -233,7 +233,7 @@ def cut_off(file: Path) -> None:
 
 
 def lengthen(file: Path) -> None:
-    """A byte that nobody wrote."""
+    """A byte that no rank wrote."""
     with file.open("ab") as more:
         more.write(b"x")
 
@@ -288,7 +288,7 @@ def test_metadata_that_points_elsewhere_is_not_copied(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_exclusive_by_name_unless_the_run_is_held(tmp_path: Path) -> None:
-    """Under another name beside the original; a second one is refused; a held run replaces it."""
+    """Under another name next to the original; a second one is refused; a held run replaces it."""
     primary = tmp_path / "primary"
 
     def body(control: Control) -> None:
@@ -332,7 +332,7 @@ def test_a_directory_of_plain_files_keeps_its_names(tmp_path: Path) -> None:
 
 
 def test_each_file_is_read_once_by_a_rank_that_sees_it_and_the_load_is_even() -> None:
-    """Sharing out by size: nobody has more than the largest file above anybody who sees the same."""
+    """Sharing out by size: no rank has more than the largest file above any that sees the same."""
     domains: dict[str | None, tuple[int, ...]] = {"a": (0, 1, 2), "b": (3,), None: (0, 1, 2, 3)}
     sizes = [900, 500, 400, 300, 300, 100, 7, 0]
     tasks = [

@@ -119,7 +119,7 @@ def test_a_lost_sidecar_is_no_obstacle_unverified(
 
 
 def test_only_what_is_read_is_verified(tmp_path: Path) -> None:
-    """A damaged tensor that nobody asks for does not hinder the others."""
+    """A damaged tensor that is not asked for does not hinder the others."""
     storage = open_storage(tmp_path)
     our_save(storage, 1, build)
     flip(tmp_path / DATA, 1_500_000)
@@ -181,7 +181,7 @@ class Evil:
 
 
 def test_need_17_an_object_is_not_executed(tmp_path: Path) -> None:
-    """needs.md row 17: a stock checkpoint whose object runs code is refused; stock runs it."""
+    """needs.md row 17: a stock checkpoint with an object that runs code is refused; stock runs it."""
     import torch.distributed.checkpoint as dcp
 
     target = str(tmp_path / "owned")

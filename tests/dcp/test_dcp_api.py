@@ -50,7 +50,7 @@ def _seen(state: dict[str, Any]) -> list[Any]:
 
 
 def _loads(rank: Rank, uri: str, ranks: Any = None, group: Any = None) -> list[Any]:
-    """Is it equal through our reader, through stock's, and whose seed came back."""
+    """Is it equal through our reader, through stock's, and which rank's seed came back."""
     import torch.distributed.checkpoint as dcp
 
     import ckptfs
@@ -151,7 +151,7 @@ def write_fails(rank: Rank, uri: str) -> Any:
 
 
 def _left_of_attempts(uri: str) -> list[str]:
-    """What lies in attempts/ once the agents have cleaned up, or after two minutes."""
+    """What is in attempts/ once the agents have cleaned up, or after two minutes."""
     attempts, deadline = Path(uri).parent / ".ckptfs" / "attempts", time.monotonic() + 120
     while (left := os.listdir(attempts)) and time.monotonic() < deadline:
         time.sleep(0.02)  # polling for what happens by itself; bounded by the deadline
@@ -203,7 +203,7 @@ def replacing_is_given_up(rank: Rank, uri: str) -> Any:
             return super().finish_plan(new_plan)
 
     _save(rank, uri)
-    first = _writer(uri, if_exists="replace")  # stays alive: nobody tells its agent
+    first = _writer(uri, if_exists="replace")  # stays alive: its agent gets no word
     state = _state(rank)
     failed = _failures(rank, lambda: dcp.save(state, storage_writer=first, planner=Fails()))
     _save(rank, uri, if_exists="replace")
@@ -532,7 +532,7 @@ def test_objects_that_execute_are_refused_whatever_planner_loads_them(
     tmp_path: Path, whose: str
 ) -> None:
     """Stock's planner unpickles with everything allowed, one that derives from it too: the reader
-    looks at each object first, names it, and nothing of it has run. Whoever trusts it says so.
+    looks at each object first, names it, and nothing of it has run. A caller that trusts it says so.
     """
     import torch
     import torch.distributed.checkpoint as dcp

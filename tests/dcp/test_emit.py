@@ -49,7 +49,7 @@ def world(plans: Sequence[SavePlan], domains: Sequence[Sequence[int]] = ()) -> W
 
 
 def parts_of(decided: World, at: int = 0) -> list[WrittenPart]:
-    """What ranks that wrote would tell; at: where their first item lies."""
+    """What ranks that wrote would report; at: where their first item is."""
     parts = []
     for rank, mine in enumerate(decided.indexes()):
         told = np.zeros(len(mine), PLACED)
@@ -86,7 +86,7 @@ def same(ours: Metadata, other: Metadata) -> None:
 @unhurried
 @given(worlds(), st.sampled_from([0, 1 << 31, 1 << 40]))
 def test_what_is_written_is_read_back_by_stock_and_by_us(plans: list[SavePlan], at: int) -> None:
-    """Random worlds, small files and ones whose places need 8 bytes: equal objects, equal order."""
+    """Random worlds, small files and ones with places of 8 bytes: equal objects, equal order."""
     decided = world(plans)
     parts = parts_of(decided, at)
     raw = encoded(decided, parts)

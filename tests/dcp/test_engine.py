@@ -121,7 +121,7 @@ def test_large_pieces_are_lent_where_they_lie_and_small_ones_are_not() -> None:
 
 
 def test_what_is_lent_is_as_it_was_when_the_file_is_closed() -> None:
-    """Copies that were staged (here: not contiguous) stay whole until close, whoever reuses memory."""
+    """Copies that were staged (here: not contiguous) stay whole until close, also where memory is reused."""
     state = {f"w{n}": (torch.arange(1.0 * MIB) + n).reshape(1024, 1024).t() for n in range(6)}
     storage, done = written(state)
     assert [kind for kind, size in storage.kinds if size == 4 * MIB] == ["lend"] * 6
@@ -133,7 +133,7 @@ def test_what_is_lent_is_as_it_was_when_the_file_is_closed() -> None:
 
 @pytest.mark.parametrize("shape", Shape)
 def test_a_file_is_closed_once(shape: Shape) -> None:
-    """A second close is an error to some storages. On object stores what lies beside the file is written
+    """A second close is an error to some storages. On object stores what is next to the file is written
     while it is closed.
     """
     plan, made = Plan(), list[FileDigests]()
@@ -179,7 +179,7 @@ def test_a_write_that_failed_on_the_thread_fails_a_file_whose_writer_forgets_it(
 
 
 def test_staged_copies_go_as_soon_as_the_writer_lets_go() -> None:
-    """A writer that lets go at once never sees more than three staged copies alive."""
+    """A writer that releases at once never sees more than three staged copies alive."""
     made: list[weakref.ref[Any]] = []  # the memory itself, not torch's wrappers of it
     most = 0
     storage = NotingStorage()
@@ -207,7 +207,7 @@ def test_staged_copies_go_as_soon_as_the_writer_lets_go() -> None:
 
 
 def test_memory_that_does_not_stay_is_written_and_given_back_one_by_one() -> None:
-    """A loan that does not stay is never lent on; its owner is told once its bytes are taken, while
+    """A loan that does not stay is never lent on; its owner gets word once its bytes are taken, while
     the file is still open, and may change it then.
     """
     storage = NotingStorage()
@@ -237,7 +237,7 @@ def test_memory_that_does_not_stay_is_written_and_given_back_one_by_one() -> Non
 
 
 def test_what_was_lent_is_not_given_back_when_writing_fails() -> None:
-    """A writer that failed may still read: nobody is told that the memory is free."""
+    """A writer that failed may still read: no owner gets word that the memory is free."""
     storage = NotingStorage()
 
     class Full(Noting):
@@ -256,7 +256,7 @@ def test_what_was_lent_is_not_given_back_when_writing_fails() -> None:
 
 @pytest.mark.parametrize("is_loan", [False, True], ids=["object", "loan"])
 def test_what_refers_to_an_objects_bytes_is_no_view_of_its_stream(is_loan: bool) -> None:
-    """From Python 3.13 on a stream that is collected together with its view is told as an error of whoever runs."""
+    """From Python 3.13 on a stream that is collected together with its view counts as an error of the code that runs."""
     storage = NotingStorage()
     pieces: list[memoryview] = []
     storage.on_lend = lambda data: pieces.append(memoryview(data))

@@ -1,10 +1,10 @@
-"""Every writer beside every reader: whatever the dtypes, shapes, strides and shards, the bits are the same.
+"""Every writer with every reader: whatever the dtypes, shapes, strides and shards, the bits are the same.
 
     written by    ckptfs: auto, direct, buffered, in one stream; stock DCP
     read by       ckptfs from a disk, warm and cold, verifying and not; in ranges from a store that has no
                   files; stock DCP
 
-What was written is a set of files, and is put where its reader looks: nobody knows whose they are.
+What was written is a set of files, and is put where its reader looks: it does not know who wrote them.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ READERS = (read_warm, read_cold, read_unverified, read_in_ranges, read_by_stock)
 def test_what_any_writer_writes_every_reader_reads_bit_by_bit(
     way: str, specs: list[Any], size: int
 ) -> None:
-    """Each rank's part of each tensor, whoever wrote it and whoever reads it."""
+    """Each rank's part of each tensor, whichever rank wrote it and whichever reads it."""
 
     def see(state: dict[str, Any]) -> dict[str, bytes]:
         return {key: bits(value) for key, value in state.items()}

@@ -323,7 +323,7 @@ def test_the_coordinators_work_does_not_grow_with_calls_per_item() -> None:
 
 
 def test_sharded_rows_are_never_sorted_by_comparing_them() -> None:
-    """A world whose ranks have their pieces in order: what is compared to be sorted is keys, not rows."""
+    """A world of ranks with their pieces in order: what is compared to be sorted is keys, not rows."""
     ranks, tensors = 64, 100
     received = [PlanMessage.of(Shard(Sizes(ranks, 8, tensors)).plan(r)).whole for r in range(ranks)]
     sorted_rows = []
@@ -377,7 +377,7 @@ def test_an_object_of_any_rank_is_one_item() -> None:
 
 
 def test_an_error_leaves_the_memory_as_it_was() -> None:
-    """What was refused is no plan to go on from."""
+    """What was refused is no plan to continue from."""
     memory = PlanMemory()
     received = _whole([_facts(SavePlan([shard_item("w", [0], [3], [2])], planner_data={}), {})] * 2)
     with pytest.raises(CkptfsError):

@@ -86,7 +86,7 @@ class Asking:
         self.threads: set[int] = set()
 
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        """The target of the item's number, which stands in its destination's index."""
+        """The target of the item's number, which is in its destination's index."""
         self.threads.add(threading.get_ident())
         return self.targets[_number(item)]
 
@@ -461,8 +461,8 @@ def test_damage_in_any_step_of_one_read_is_found(block: int) -> None:
 @pytest.mark.parametrize("verify", Verify)
 @pytest.mark.parametrize("size", [4, 12])
 def test_a_tensor_that_is_not_as_large_as_described_is_an_error(verify: Verify, size: int) -> None:
-    """The metadata tells another shape than the file has: neither a part of the saved tensor nor what
-    lies behind it is taken for it, compared or not.
+    """The metadata gives another shape than the file has: neither a part of the saved tensor nor what
+    is behind it is taken for it, compared or not.
     """
     storage, other = Wide(), Wide()
     our_save(storage, 1, lambda _: {"w": torch.arange(8.0), "x": torch.ones(100)})
@@ -474,7 +474,7 @@ def test_a_tensor_that_is_not_as_large_as_described_is_an_error(verify: Verify, 
 
 
 def test_digests_of_another_file_are_told_as_such() -> None:
-    """A sidecar that was put beside the wrong file knows nothing of what lies in it: said so, where its
+    """A sidecar that was put next to the wrong file knows nothing of its contents: said so, where its
     items begin at the same places, too.
     """
     storage, other = Wide(), Wide()
@@ -661,7 +661,7 @@ def test_a_column_shard_of_each_rank_reads_every_block_once() -> None:
 
 
 def test_rows_that_lie_far_apart_are_read_alone() -> None:
-    """A few columns of a wide matrix, unverified: the rows' own bytes and not what lies between."""
+    """A few columns of a wide matrix, unverified: the rows' own bytes and not what is between."""
     storage = Wide()
     storage.reach, storage.concurrency = Reach.LOCAL, 2
     matrix = values((20, 100_000), torch.float32, 5)

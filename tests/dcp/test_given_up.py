@@ -25,7 +25,7 @@ OLD, NEW = {"w": torch.arange(8.0)}, {"w": torch.arange(8.0) + 1}
 
 
 class _Failing(DefaultSavePlanner):
-    """Fails between the writer's prepare_global_plan and its write_data: nobody tells the writer."""
+    """Fails between the writer's prepare_global_plan and its write_data: the writer gets no word."""
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         raise ValueError("the planner failed")
@@ -89,7 +89,7 @@ def test_the_retry_of_a_replacing_save_that_torch_gave_up(
 
 
 def test_a_save_that_a_thread_gave_up_and_ended(tmp_path: Path) -> None:
-    """A thread that has ended is between no two hooks: another thread's save goes on at once."""
+    """A thread that has ended is between no two hooks: another thread's save continues at once."""
     run = tmp_path / "run"
     ckptfs.save(OLD, run / "step_1")
     writer = writer_of(run)
@@ -101,7 +101,7 @@ def test_a_save_that_a_thread_gave_up_and_ended(tmp_path: Path) -> None:
 
 
 def test_many_saves_that_replace_in_turn(tmp_path: Path) -> None:
-    """Each begins when torch returns from the one before, whose release is still on its way."""
+    """Each begins when torch returns from the one before; its release is still on its way."""
     run = tmp_path / "run"
     for n in range(10):
         state = {"w": torch.arange(8.0) + n}
@@ -135,7 +135,7 @@ def test_a_save_on_its_way_is_not_given_up_by_another_thread_s(tmp_path: Path) -
 
 
 def test_a_replacing_save_on_its_way_holds_the_run(tmp_path: Path) -> None:
-    """Two living owners of one process: the second replacing save is told who the first is."""
+    """Two living owners of one process: the second replacing save learns who the first is."""
     run = tmp_path / "run"
     ckptfs.save(OLD, run / "step_1")
     inside, go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Saves of a held run: the structure of a plan travels once, whoever saves."""
+"""Saves of a held run: the structure of a plan travels once, whichever way it saves."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def told_of_a_load(place: Path, blocks: int) -> list[tuple[int, str]]:
 
 @pytest.mark.usefixtures("one_core")
 def test_each_block_is_compared_once_and_before_the_next_one_is_read(tmp_path: Path) -> None:
-    """But for the first window, of which nobody knows yet where it is, reads and comparisons of blocks
+    """But for the first window, with a place that is not known yet, reads and comparisons of blocks
     take turns: a block is compared while it is in the processor's cache.
     """
     told = [name for _, name in told_of_a_load(tmp_path, BLOCKS) if name in (_READ, _COMPARED)]

@@ -45,7 +45,7 @@ class Held(Posix):
 
 
 def test_after_ctrl_c_no_thread_writes_any_more(tmp_path: Path) -> None:
-    """An interruption while a thread is inside a write: it has returned before the error goes on."""
+    """An interruption while a thread is inside a write: it has returned before the error is raised."""
     posix = Held()
     writer = WindowedFile(
         posix,
@@ -71,7 +71,7 @@ def test_after_ctrl_c_no_thread_writes_any_more(tmp_path: Path) -> None:
         for _ in range(2):  # the first may find the main thread still at its own window
             if not returned.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
-            returned.wait(0.3)  # where it waits for nobody it is back at once
+            returned.wait(0.3)  # where it waits for no one it is back at once
         posix.go.set()
 
     def interrupted() -> None:
@@ -92,7 +92,7 @@ def test_after_ctrl_c_no_thread_writes_any_more(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_aborted_under_a_write_is_closed_by_that_write(tmp_path: Path) -> None:
-    """Its descriptor is nobody else's before: what is opened meanwhile keeps its bytes."""
+    """Its descriptor is not reused before: what is opened in that time keeps its bytes."""
     posix = Held()
     writer = WindowedFile(
         posix,
@@ -152,7 +152,7 @@ def test_lanes_are_not_left_while_one_reads() -> None:
 
 @pytest.mark.parametrize("left_bytes", [0, 2000])
 def test_a_tensor_whose_memory_was_given_back_is_not_saved(tmp_path: Path, left_bytes: int) -> None:
-    """As sharded training frees parameters: an error, not what lies there now; and nothing is committed."""
+    """As sharded training frees parameters: an error, not what is there now; and nothing is committed."""
     tensor = torch.arange(1000, dtype=torch.float32)
     tensor.untyped_storage().resize_(left_bytes)
     with pytest.raises(CkptfsError, match="no memory of its size"):
@@ -163,7 +163,7 @@ def test_a_tensor_whose_memory_was_given_back_is_not_saved(tmp_path: Path, left_
 
 
 def test_a_tensor_whose_memory_was_given_back_is_not_loaded_into(tmp_path: Path) -> None:
-    """What lies there is somebody else's."""
+    """What is there belongs to somebody else."""
     uri = tmp_path / "run" / "step_1"
     ckptfs.save({"w": torch.arange(1000, dtype=torch.float32)}, uri)
     target = torch.zeros(1000)

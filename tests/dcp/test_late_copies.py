@@ -172,7 +172,7 @@ def test_what_was_put_back_is_copied() -> None:
 
 
 def test_what_another_rank_writes_is_not_copied() -> None:
-    """Once the ranks have agreed, what is nobody's here is left out."""
+    """Once the ranks have agreed, what belongs to no rank here is left out."""
     staged, items = _staged(_state())
     staged.take_on([items["d"]])
     staged.wait()
@@ -297,7 +297,7 @@ def test_what_the_writer_took_leaves_memory_to_touch_and_the_next_save_copies_at
 
 
 def test_memory_that_was_copied_into_is_touched() -> None:
-    """Nobody has to touch it again, and the next save copies at once."""
+    """It is not touched again, and the next save copies at once."""
     buffers = HostBuffers(64 * MIB)
     staged, _ = _staged(_state(), buffers)
     staged.wait()

@@ -1,4 +1,4 @@
-"""Data files: torch's own blobs at known places; several writer threads whose errors all count."""
+"""Data files: torch's own blobs at known places; several writer threads with errors that all count."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def write_state(storage: Storage, threads: int = 1, state: Any = None) -> Writte
 
 
 def test_items_are_exactly_what_torch_saves(tmp_path: Path) -> None:
-    """At every place lies what torch.save writes but for its CRC fields, which are 0, and its payload
+    """At every place is what torch.save writes but for its CRC fields, which are 0, and its payload
     is the tensor's memory.
     """
     state = {"big": torch.randn(700_000), "small": torch.ones(3), "none": torch.empty(0)}
@@ -121,7 +121,7 @@ def _stock_without_space() -> Iterator[type[FileSystem]]:
 def test_need_1_no_space_in_one_of_four_threads(tmp_path: Path) -> None:
     """needs.md row 1: ENOSPC in one writer thread is the save's error, and nothing is lost quietly.
 
-    Stock DCP, beside it, returns success, commits .metadata and misses a file.
+    Stock DCP, in comparison, returns success, commits .metadata and misses a file.
     """
     with _stock_without_space() as full:
         writer = FileSystemWriter(tmp_path / "stock", thread_count=4)
@@ -129,7 +129,7 @@ def test_need_1_no_space_in_one_of_four_threads(tmp_path: Path) -> None:
         dcp.save(STATE, storage_writer=writer, no_dist=True)
         metadata = pickle.loads((tmp_path / "stock" / ".metadata").read_bytes())
         files = {info.relative_path for info in metadata.storage_data.values()}
-        # One thread's items are in no file and in no metadata, and nobody was told.
+        # One thread's items are in no file and in no metadata, and there was no error.
         assert set(metadata.state_dict_metadata) > {i.fqn for i in metadata.storage_data}
         assert "__0_1.distcp" not in files
     inner = open_storage(tmp_path)
@@ -141,7 +141,7 @@ def test_need_1_no_space_in_one_of_four_threads(tmp_path: Path) -> None:
 
 def test_a_thread_that_fails_stops_the_others_at_once(tmp_path: Path) -> None:
     """The save has failed: what other threads would still write is never committed, and the disk may
-    be full. Their error is not told: it is no error.
+    be full. Their error is not raised: it is no error.
     """
     stopped: list[bool] = []
 
@@ -162,7 +162,7 @@ def test_a_thread_that_fails_stops_the_others_at_once(tmp_path: Path) -> None:
 
 
 def test_every_failed_thread_is_named(tmp_path: Path) -> None:
-    """Two threads fail: the error is typed and its text tells both."""
+    """Two threads fail: the error is typed and its text has both."""
     faults = [Fault("close", f"*__0_{n}.distcp", 1, Fail(full_disk())) for n in range(4)]
     with pytest.raises(NoSpaceError) as caught:
         write_state(FaultyStorage(open_storage(tmp_path), Plan(faults)), threads=4)
@@ -223,7 +223,7 @@ def test_planned_and_written_are_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_a_rank_wrote_is_durable_when_it_says_so(tmp_path: Path, threads: int) -> None:
     """The power goes at a rank that has just written: its data files and sidecars are there, under
-    their names. Nobody else can see to that where each machine has its own journal of names, as
+    their names. No other rank can see to that where each machine has its own journal of names, as
     the clients of some cluster filesystems.
     """
     (tmp_path / "disk" / "save-1").mkdir(parents=True)
@@ -241,7 +241,7 @@ def test_what_a_rank_wrote_is_durable_when_it_says_so(tmp_path: Path, threads: i
 
 
 def test_counters_are_the_bytes_on_disk(tmp_path: Path) -> None:
-    """Counted while writing, equal to what lies there; no stat was needed."""
+    """Counted while writing, equal to what is there; no stat was needed."""
     written = write_state(open_storage(tmp_path), threads=2)
     on_disk = sum(f.stat().st_size for f in (tmp_path / "save-1").iterdir())
     assert written.counters.size_bytes == on_disk
@@ -253,7 +253,7 @@ def test_counters_are_the_bytes_on_disk(tmp_path: Path) -> None:
 
 
 class Unpicklable(Exception):  # noqa: N818
-    """An exception whose constructor wants more than its text, as many libraries have."""
+    """An exception with a constructor that wants more than its text, as many libraries have."""
 
     def __init__(self, code: int, where: str) -> None:
         super().__init__(f"{where}: {code}")

@@ -126,7 +126,7 @@ def test_columns_are_what_is_unpickled(
 
 
 def info(path: str = "s/__0_0.distcp", offset: int = 0, length: int = 1) -> Any:
-    """Where an item lies."""
+    """Where an item is."""
     return ckptfs_torch.storage_info(path, offset, length)
 
 
@@ -329,7 +329,7 @@ def test_chunks_meet_a_box_as_torch_says(
     expected: list[tuple[Any, ...]] = sorted(
         (i.storage_index.index, *map(tuple, (i.storage_offsets, i.dest_offsets, i.lengths)))
         for i in items
-        if math.prod(i.lengths)  # an empty box is met by the chunk that it lies in: nothing to read
+        if math.prod(i.lengths)  # an empty box is met by the chunk that it is in: nothing to read
     )
     saved = SavedTensor(sizes, torch.float32, chunks, lambda c: (c.offsets, c.sizes))
     found = [
@@ -384,7 +384,7 @@ def test_a_rank_reads_what_torch_would_have_it_read(
     asked: tuple[tuple[int, ...], list[Any]],
     shape: tuple[int, ...],
 ) -> None:
-    """Saved on one mesh, asked for on another, nested states beside: torch's pieces, into torch's memory."""
+    """Saved on one mesh, asked for on another, with nested states: torch's pieces, into torch's memory."""
     with tempfile.TemporaryDirectory() as place:
         our_save(open_storage(place), *build(saved, shape))
         raw = (Path(place) / ".metadata").read_bytes()
@@ -462,7 +462,7 @@ def test_states_are_flattened_as_torch_does(state: dict[Any, Any]) -> None:
     ids=["tensor", "list", "tuple", "dict"],
 )
 def test_meta_tensors_are_left_to_torch(holder: Callable[[Any], Any]) -> None:
-    """However deep one lies: torch gives it memory."""
+    """However deep one is: torch gives it memory."""
     assert flat_to_load({"a": holder(torch.zeros(1, device="meta"))}) is None
     assert flat_to_load({"a": holder(torch.zeros(1))}) is not None
 
@@ -487,7 +487,7 @@ def calls_of(work: Callable[[], Any]) -> collections.Counter[str]:
 
 
 def world(ranks: int, tensors: int) -> bytes:
-    """The metadata of tensors that lie in rows on many ranks."""
+    """The metadata of tensors in rows on many ranks."""
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     for number in range(tensors):
@@ -504,7 +504,7 @@ def world(ranks: int, tensors: int) -> bytes:
 
 def test_metadata_of_a_big_world_makes_nothing_of_torchs() -> None:
     """256 ranks x 20 tensors: reading it and planning one rank makes none of torch's objects, and runs five
-    Python functions for each record: a chunk, or where an item lies.
+    Python functions for each record: a chunk, or where an item is.
     """
     raw = world(256, 20)
     mesh = None

@@ -342,7 +342,7 @@ def _info(path: str, offset: int = 0) -> Any:
     "path", ["../x", "a/../../x", "/etc/passwd", "s3://b/x", "a\\b", "", ".", "..", "a\0b"]
 )
 def test_paths_that_leave_the_checkpoint_are_refused(path: str) -> None:
-    """relative_path comes from a bucket: it may name only what lies below."""
+    """relative_path comes from a bucket: it may name only what is below."""
     raw = encode_metadata(Metadata({}, storage_data={MetadataIndex("k"): _info(path)}))
     with pytest.raises(ManifestError, match="leaves the checkpoint"):
         decode_metadata(raw, "here")

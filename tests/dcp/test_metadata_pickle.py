@@ -293,7 +293,7 @@ def metadata_with(planner_data: bytes, items: bytes = b"}") -> bytes:
 
 
 def colliding_index(number: int) -> bytes:
-    """The index of an item whose offset has the hash of (0, 0), whatever the number is."""
+    """The index of an item with an offset that has the hash of (0, 0), whatever the number is."""
     multiple = number * ((1 << 61) - 1)
     raw = multiple.to_bytes(8, "little", signed=True)
     size = named("torch", "Size") + b"\x8a\x08" + raw + b"K\x00\x86\x85R"
@@ -328,7 +328,7 @@ def crafted_offsets(count: int) -> list[tuple[int, int]]:
 
 
 def crafted_items(count: int) -> bytes:
-    """Items of one key whose places collide."""
+    """Items of one key with places that collide."""
     info = named("torch.distributed.checkpoint.filesystem", "_StorageInfo") + b")\x81}("
     info += text("relative_path") + text("f") + text("offset") + b"K\x00"
     info += text("length") + b"K\x01" + b"ub"
@@ -587,7 +587,7 @@ PLACED = st.tuples(
 
 
 def test_a_key_that_nobody_kept_is_refused_among_many() -> None:
-    """A number that PUT left out stands for nothing, in columns too."""
+    """A number that PUT left out means nothing, in columns too."""
     raw = bulk(
         [[0]] * 40, [("a", 0, [number], "f", number, 7) for number in range(0, 4_000_000, 100_000)]
     )

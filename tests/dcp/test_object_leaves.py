@@ -142,7 +142,7 @@ def test_data_is_loaded(name: str) -> None:
 
 
 def test_streams_and_generators_are_loaded() -> None:
-    """What has no equality: a stream stands where it stood, a generator draws what it would have."""
+    """What has no equality: a stream is where it was, a generator draws what it would have."""
     found = load_leaf(serialise_leaf(stream(b"abc", 2)))
     assert (found.getvalue(), found.tell()) == (b"abc", 2)
     drawn, original = load_leaf(serialise_leaf(generator())), generator()
@@ -195,7 +195,7 @@ def _is_whole(found: dict[str, Any]) -> bool:
 def test_a_class_is_told_at_save_and_at_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """dcp.save says under which key it lies, dcp.load and load refuse it by its key and say both ways."""
+    """dcp.save says under which key it is, dcp.load and load refuse it by its key and say both ways."""
     state = {"w": torch.ones(3), "deep": {"color": Color.RED, "ok": 1}}
     uri = tmp_path / "a"
     with caplog.at_level(logging.WARNING, "ckptfs"):
@@ -255,7 +255,7 @@ def global_of(module: str, name: str) -> bytes:
 
 
 def leaf_of(data: bytes) -> io.BytesIO:
-    """A leaf whose pickle is this."""
+    """A leaf with this pickle."""
     before, after = io.BytesIO(), io.BytesIO()
     torch.save([], before)
     with zipfile.ZipFile(before) as old, zipfile.ZipFile(after, "w", zipfile.ZIP_STORED) as new:
@@ -322,7 +322,7 @@ def test_what_no_program_writes_is_refused(name: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_no_pickle_runs_anything(name: str) -> None:
-    """Opcodes beside calls: names, attributes of classes, sizes before bytes, copies of copies."""
+    """Opcodes other than calls: names, attributes of classes, sizes before bytes, copies of copies."""
     _refused(leaf_of(PICKLES[name]))
     assert not hasattr(torch.nn.Parameter, "evil")
 

@@ -30,7 +30,7 @@ def stock_value_of(path: Path) -> float:
 
 
 def stock_save(path: Path, value: float) -> None:
-    """As a program that never heard of ckptfs."""
+    """As a program that does not know ckptfs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that it overwrites
         dcp.save({"w": torch.full((3,), value)}, checkpoint_id=str(path), no_dist=True)

@@ -95,7 +95,7 @@ def test_what_would_hang_or_kill_is_refused(name: str) -> None:
     ("begin", "end"), [(b"N" * 300 + b"t", b"\x85"), (b"]", b"a")], ids=["tuples", "lists"]
 )
 def test_what_is_nested_deeper_than_anybody_writes_is_refused(begin: bytes, end: bytes) -> None:
-    """It is read in time that its length pays for, and nobody can write it again."""
+    """It is read in time that its length pays for, and it cannot be written again."""
     most = pickle_scan._MOST_DEPTH
     lists = begin == b"]"
     for depth, is_fine in ((most // 2, True), (most + 400, False)):
@@ -125,13 +125,13 @@ def test_damaged_archives_are_one_kind_of_error(data: st.DataObject) -> None:
 
 
 def _colliding(path: Path) -> None:
-    """A file whose keys have one hash: of 100,000 a dict takes minutes, in C."""
+    """A file of keys with one hash: of 100,000 a dict takes minutes, in C."""
     torch.save({n * (2**61 - 1): n for n in range(1, 200)}, path)
 
 
 def test_single_files_are_looked_at_before_torch_unpickles_them(tmp_path: Path) -> None:
-    """By load_object and by what frameworks' files are read with, from disk and over the wire; whoever trusts
-    a file gets it.
+    """By load_object and by what frameworks' files are read with, from disk and over the wire; a caller that
+    trusts a file gets it.
     """
     _colliding(tmp_path / "x.pt")
     for uri in (f"file://{tmp_path}/x.pt", f"fsspec+file://{tmp_path}/x.pt"):

@@ -16,7 +16,7 @@ END_S = 60.0
 
 
 def unprojected(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """step_1 is committed and lies in its attempt."""
+    """step_1 is committed and is in its attempt."""
     monkeypatch.setenv("CKPTFS_TEST_FAULT", "fail=EACCES:rename:*:1")
     result = ckptfs.save({"w": torch.arange(8.0)}, f"faults+file://{run}/step_1")
     monkeypatch.delenv("CKPTFS_TEST_FAULT")
@@ -27,7 +27,7 @@ def unprojected(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def projecting_at(
     moment: str, run: Path, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]
 ) -> threading.Thread:
-    """From now on whoever comes to that operation waits, until ``then`` was done."""
+    """From now on every thread that comes to that operation waits, until ``then`` was done."""
     gate = run.parent / "gate"
     monkeypatch.setenv("CKPTFS_TEST_FAULT", f"hold={gate}:{moment}:1")
 
@@ -69,7 +69,7 @@ def test_what_is_projected_between_the_look_and_the_read_is_found_again(
 
 
 def test_what_is_missing_is_missing_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that somebody removed meanwhile is told as before, and looked for once."""
+    """A file that somebody removed in between is reported as before, and looked for once."""
     run = tmp_path / "run"
     unprojected(run, monkeypatch)
 

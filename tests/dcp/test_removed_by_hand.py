@@ -1,4 +1,4 @@
-"""``rm -rf run/step_100`` by hand, and step_100 is saved again: the log records it, and the save goes on."""
+"""``rm -rf run/step_100`` by hand, and step_100 is saved again: the log records it, and the save continues."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_pinned_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_a_living_owner_keeps_its_run(tmp_path: Path) -> None:
-    """As replacing does: whoever lives there is named, and nothing is entered."""
+    """As replacing does: a living owner is named, and nothing is entered."""
     run, step = tmp_path / "run", tmp_path / "run/step_100"
     ckptfs.save(OLD, step)
     shutil.rmtree(step)
@@ -196,7 +196,7 @@ def _leave_the_list(step: Path) -> None:
 def test_what_is_not_removed_whole_keeps_its_name(
     tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
-    """Something of it lies there, or a link stands in its place: committed already, as ever."""
+    """Something of it is there, or a link is in its place: committed already, as before."""
     run, step = tmp_path / "run", tmp_path / "run/step_100"
     ckptfs.save(OLD, step)
     harm(step)
@@ -239,7 +239,7 @@ def test_a_directory_that_was_removed_by_hand(tmp_path: Path) -> None:
 def test_latest_says_what_was_removed_and_rm_records_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is passed over in silence: until the log says so, the error tells what to do."""
+    """Nothing is passed over in silence: until the log says so, the error says what to do."""
     run = tmp_path / "run"
     ckptfs.save(OLD, run / "step_99")
     ckptfs.save(NEW, run / "step_100")

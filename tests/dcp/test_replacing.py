@@ -67,7 +67,7 @@ WAYS = pytest.mark.parametrize(
 def test_a_name_that_nobody_knows_claims_nothing(
     save: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    """Beside an owner that lives, and without a fence of its own: neighbours do not wait for each other."""
+    """Next to an owner that lives, and without a fence of its own: neighbours do not wait for each other."""
     run = tmp_path / "run"
     with ckptfs.prepare_run(run):
         save(run / "step_1")
@@ -178,7 +178,7 @@ def homes(run: str, name: str) -> int:
 def test_what_a_call_replaced_is_gone_when_it_ends(
     save: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    """Nobody may ever save into this run again. The new one is whole, for stock torch too."""
+    """No job may ever save into this run again. The new one is whole, for stock torch too."""
     run = tmp_path / "run"
     ckptfs.save(OLD, run / "step_1")
     save(run / "step_1")
@@ -190,7 +190,7 @@ def test_what_a_call_replaced_is_gone_when_it_ends(
 
 
 def test_what_a_call_replaced_is_gone_on_an_object_store_too() -> None:
-    """The release of the run waits for what deletes beside the call."""
+    """The release of the run waits for what deletes in parallel with the call."""
     run = f"memory://{uuid4().hex}/run"
     ckptfs.save(OLD, f"{run}/step_1?shape=object")
     result = ckptfs.save(NEW, f"{run}/step_1?shape=object", if_exists="replace")
@@ -285,7 +285,7 @@ def test_an_owner_that_lives_beyond_a_call_is_told_at_once(
 
 @contextlib.contextmanager
 def replacing(run: Path) -> Iterator[Callable[[], None]]:
-    """While inside, a call of this process replaces step_1 and stands still; yields what lets it go on."""
+    """While inside, a call of this process replaces step_1 and stops; yields what lets it continue."""
     go_on, inside = threading.Event(), threading.Event()
 
     class Waiting(DefaultSavePlanner):

@@ -1,4 +1,4 @@
-"""Memory for staging that is there before the first save: whose it is, and what becomes of it.
+"""Memory for staging that is there before the first save: who owns it, and what becomes of it.
 
 Counted at the one place where host memory is made, and by the page faults of the thread that copies.
 """
@@ -116,7 +116,7 @@ def test_the_bound_holds_for_what_is_reserved(made: list[int]) -> None:
 def test_a_lease_that_comes_early_takes_what_is_being_touched(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits until the thread is off the memory, which then is its own, and makes none beside it."""
+    """It waits until the thread is off the memory, which then is its own, and makes none in addition."""
     buffers = HostBuffers(16 * MIB)
     with _held_by_its_thread(monkeypatch) as (started, go):
         buffers._changed = _Waited(go)
@@ -128,14 +128,14 @@ def test_a_lease_that_comes_early_takes_what_is_being_touched(
 
 
 def test_what_is_touched_is_left_as_soon_as_it_is_needed() -> None:
-    """A thread that was told to stop touches nothing more."""
+    """A thread that was asked to stop touches nothing more."""
     slab = module._Slab(16 * MIB)
     slab.stop = True
     assert slab.touch() == 0
 
 
 def test_a_state_that_needs_more_gets_it_and_the_rest_goes(made: list[int]) -> None:
-    """What was reserved for a smaller state is not kept for nobody; a smaller state uses it."""
+    """What was reserved for a smaller state is not kept without a use; a smaller state uses it."""
     buffers = HostBuffers(32 * MIB)
     buffers.reserve(2 * MIB).result(WAIT_S)
     lease = buffers.lease(3 * MIB)
@@ -149,7 +149,7 @@ def test_a_state_that_needs_more_gets_it_and_the_rest_goes(made: list[int]) -> N
 
 
 def test_memory_that_cannot_be_had_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The system refuses: training goes on, and so does a save that fits."""
+    """The system refuses: training continues, and so does a save that fits."""
     buffers = HostBuffers(1 << 61)
     assert buffers.reserve(1 << 60).result(WAIT_S) == 0
     assert "no memory is reserved for asynchronous saves" in caplog.text
@@ -298,7 +298,7 @@ def test_a_restore_reserves_by_itself(made: list[int], tmp_path: Path) -> None:
 
 
 def test_the_state_may_change_after_it_was_reserved_for(made: list[int], tmp_path: Path) -> None:
-    """A larger one is saved from other memory, and what was reserved is not kept beside it."""
+    """A larger one is saved from other memory, and what was reserved is not kept in addition."""
     larger = _state(2 * MIB)
     with ckptfs.CheckpointManager(tmp_path, mode="async") as manager:
         manager.reserve(_state()).result(WAIT_S)

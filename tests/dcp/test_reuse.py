@@ -54,7 +54,7 @@ def blank() -> dict[str, Any]:
 
 
 def loaded(uri: str) -> dict[str, Any]:
-    """What lies at ``uri``."""
+    """What is at ``uri``."""
     found = blank()
     ckptfs.load(found, uri)
     return found
@@ -89,7 +89,7 @@ def manifest(run: str, query: str, name: str) -> Manifest:
 
 
 def test_a_frozen_base_costs_nothing(place: tuple[str, str]) -> None:
-    """Ten saves store the frozen part once, whoever counts: the writers, the inodes, the store."""
+    """Ten saves store the frozen part once, whatever counts: the writers, the inodes, the store."""
     run, query = place
     with ckptfs.prepare_run(run + query) as held:
         for step in range(1, 11):
@@ -178,7 +178,7 @@ def test_a_copied_step_is_whole_without_its_run(tmp_path: Path) -> None:
 
 
 def test_a_copied_prefix_names_what_it_lacks() -> None:
-    """On an object store the shared bytes lie beside the step: the error says which, and where."""
+    """On an object store the shared bytes are outside the step: the error says which, and where."""
     run = Run(Shape.OBJECT)
     run.save("step_1", state(1))
     saved = run.save("step_2", state(2))
@@ -300,7 +300,7 @@ def test_a_base_that_is_damaged_costs_bytes_and_not_the_save(
 
 
 def test_each_kind_builds_on_its_own() -> None:
-    """Weights-only saves beside full ones reference the last of their own kind."""
+    """Weights-only saves among full ones reference the last of their own kind."""
     run = Run(Shape.OBJECT)
     one = run.save("step_1", state(1)).save_id
     first = run.save("weights_1", FROZEN, Kind.WEIGHTS).total

@@ -1,4 +1,4 @@
-"""The process dies at every operation of a save that builds on another, and of the deletes beside it.
+"""The process dies at every operation of a save that builds on another, and of the deletes at the same time.
 
 After each death another process claims the run: every live save loads bit for bit, the save that
 died is there or is not, and the next save by reference works.
@@ -84,13 +84,13 @@ def deaths(shape: Shape, victim: Callable[[Run], None], stride: int) -> set[tupl
 
 @pytest.mark.parametrize("shape", list(Shape))
 def test_a_save_that_references_is_killed_at_every_operation(shape: Shape) -> None:
-    """Old or new and bit for bit, every older save too; saving by reference goes on."""
+    """Old or new and bit for bit, every older save too; saving by reference still works."""
     assert len(deaths(shape, save_more, 1)) == 2, "the commit was not among the deaths"
 
 
 @pytest.mark.parametrize("shape", list(Shape))
 def test_the_writer_of_the_bytes_is_deleted_and_the_owner_is_killed(shape: Shape) -> None:
-    """At every operation: those that use its bytes stay whole, and what nobody uses goes."""
+    """At every operation: those that use its bytes stay whole, and what no save uses goes."""
     assert len(deaths(shape, delete_the_writer, 1)) == 2, "the delete was not among the deaths"
 
 
@@ -103,7 +103,7 @@ def test_campaign_killed_at_every_operation(shape: Shape, victim: Callable[[Run]
 
 
 def judge(run: Run) -> None:
-    """Everything live is whole, nothing else is shared, and the run can be gone on with."""
+    """Everything live is whole, nothing else is shared, and the run can be continued."""
     for name in run.names():
         found = run.load(name, state(0))
         assert same(found, state(found["step"])), name

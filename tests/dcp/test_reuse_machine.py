@@ -80,7 +80,7 @@ class Reuse(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Another process goes on, and remembers nothing."""
+        """Another process continues, and remembers nothing."""
         self.run.restart()
 
     @invariant()

@@ -130,7 +130,7 @@ def test_our_files_load_by_us_and_by_stock(tmp_path: Path, threads: int) -> None
         [seen] = load(storage, 1, blank, view=flat, verify=verify)
         assert seen == flat(rich_state(0))
     target = blank(0)
-    del target["ints"]  # stock adds a key "0" beside 0
+    del target["ints"]  # stock adds a key "0" to 0
     dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
     assert flat(target) == {k: v for k, v in flat(rich_state(0)).items() if "ints" not in k}
 
@@ -225,7 +225,7 @@ def test_boxes_are_cut_into_ranges_that_cover_them_once(data: st.DataObject) -> 
 def test_a_piece_spans_no_hole_wider_than_allowed(
     hole: int | None, spans: list[tuple[int, int]]
 ) -> None:
-    """Three columns of four, the window is wide: rows are read apart where what lies between them is
+    """Three columns of four, the window is wide: rows are read apart where the gap between them is
     more than what a reader wants to skip.
     """
     found = pieces_of([3, 4], [0, 1], [3, 3], 100, full=True, hole=hole)

@@ -173,7 +173,7 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
 
 
 def test_foreign_directories_load(tmp_path: Path) -> None:
-    """One file; an index, whose stale neighbours do not count; shards that say where they lie."""
+    """One file; an index with stale neighbours, which do not count; shards that say where they are."""
     a, b = torch.randn(4, 3), torch.randn(5)
     write_file(tmp_path / "one" / "model.safetensors", {"a": a, "b": b})
     write_file(tmp_path / "two" / FIRST, {"a": a})

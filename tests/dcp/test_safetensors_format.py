@@ -1,4 +1,4 @@
-"""The safetensors codec and the plan of an export: what is written comes back, what lies is refused."""
+"""The safetensors codec and the plan of an export: what is written comes back, what is false is refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_is_encoded_comes_back(entries: list[Entry], metadata: dict[str, st
 @settings(max_examples=120, deadline=None)
 @given(ENTRIES, st.data())
 def test_a_changed_header_never_leads_out_of_its_file(entries: list[Entry], data: Any) -> None:
-    """Whatever byte is changed: refused with a typed error, or every tensor still lies in the file."""
+    """Whatever byte is changed: refused with a typed error, or every tensor is still in the file."""
     head, header = encode_header(entries, {"format": "pt"})
     size = header.size_bytes + sum(entry.size_bytes for entry in entries)
     damaged = bytearray(head)
@@ -92,7 +92,7 @@ def test_a_changed_header_never_leads_out_of_its_file(entries: list[Entry], data
     ],
 )
 def test_headers_that_cannot_be_are_refused(described: Any, why: str) -> None:
-    """Each lie is named, before anything is read by it."""
+    """Each false claim is named, before anything is read by it."""
     head, size = file_of(described, b"1234")
     with pytest.raises(ManifestError, match=why):
         decode_header(head, size, "here")

@@ -1,4 +1,4 @@
-"""What is read beside what was asked for is bounded by the requests that it saves."""
+"""What is read in addition to what was asked for is bounded by the requests that it saves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZES = st.integers(1, 300 * KIB)
 @given(st.lists(st.tuples(st.one_of(st.integers(0, 70 * KIB), _SIZES), _SIZES), min_size=1))
 def test_a_byte_that_nobody_asked_for_saves_a_request(asked: list[tuple[int, int]]) -> None:
     """Of (hole before it, its size): each request less costs at most one gap, and none begins or ends
-    with bytes that nobody asked for.
+    with bytes that were not asked for.
     """
     cutting = Cutting(8 << 20, small=256 * KIB, gap=64 * KIB, together=500)
     gatherer, requests = Gatherer(cutting), list[Request]()

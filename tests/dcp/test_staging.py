@@ -1,6 +1,6 @@
 """Staging: what is copied, how much of it, and that nothing of the caller's is read once it is back.
 
-packing    bytes that a tensor refers to, once each, wherever they lie
+packing    bytes that a tensor refers to, once each, wherever they are
 buffers    never more than the bound, reused, waited for
 rows       27: tensors that change at once; 28: nothing is staged beyond the bound
 """
@@ -90,7 +90,7 @@ _BASES = [torch.randint(0, 255, (512,), dtype=torch.uint8) for _ in range(2)]
 @given(st.lists(_views(), min_size=1, max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_any_views_come_back_bit_for_bit(views: list[torch.Tensor]) -> None:
-    """Whatever the tensors share and however they lie: equal bits, shape and dtype, contiguous."""
+    """Whatever the tensors share and however they are placed: equal bits, shape and dtype, contiguous."""
     tensors = {str(number): view for number, view in enumerate(views)}
     staged, size_bytes, _ = _packed(tensors)
     assert size_bytes <= packed_bytes(views)
@@ -243,7 +243,7 @@ class _Streams(LocalStorage):
 
 
 class _LateStorage(_Streams):
-    """An upload that goes on in the background until it is completed."""
+    """An upload that continues in the background until it is completed."""
 
     def open_write(  # type: ignore[override]  # another writer
         self, key: str, *, size_hint_bytes: int | None = None
@@ -443,7 +443,7 @@ def test_a_failure_frees_a_caller_that_is_held(tmp_path: Path) -> None:
 
 
 def test_a_pool_that_shrinks_tells_whoever_waits_for_more() -> None:
-    """Another save of the process may lower the bound: what no longer fits is told, not waited for."""
+    """Another save of the process may lower the bound: what no longer fits is an error, not waited for."""
     buffers = HostBuffers(2 * MIB)
     first = buffers.lease(2 * MIB)
     told: list[BaseException] = []

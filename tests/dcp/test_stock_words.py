@@ -92,7 +92,7 @@ def test_a_name_that_is_taken_can_be_an_error(tmp_path: Path, words: dict[str, A
 
 
 def test_save_keeps_to_error_and_says_the_word(tmp_path: Path) -> None:
-    """ckptfs.save does not replace unasked."""
+    """ckptfs.save does not replace by default."""
     ckptfs.save(state(1), tmp_path / "step_1")
     with pytest.raises(CommitConflictError, match='if_exists="replace"'):
         ckptfs.save(state(2), tmp_path / "step_1")

@@ -1,4 +1,4 @@
-"""Chunks of a tensor fill it exactly, or nobody gets it: a hole would be whatever lay in memory."""
+"""Chunks of a tensor fill it exactly, or no reader gets it: a hole would be whatever was in memory."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def made(path: Path, chunks: Chunks, sizes: Sequence[int]) -> Path:
 
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
-    """Fresh memory of torch is full of NaN: nobody takes it for zeros by luck."""
+    """Fresh memory of torch is full of NaN: no test takes it for zeros by luck."""
     torch.use_deterministic_algorithms(mode=True)
     yield
     torch.use_deterministic_algorithms(mode=False)
@@ -168,7 +168,7 @@ def test_pieces_fill_a_box_exactly_if_each_element_is_in_one(
 
 
 def test_many_pieces_of_no_grid_are_compared() -> None:
-    """Thousands of bricks, each row shifted: a tiling, and none if one of them lies over its neighbour."""
+    """Thousands of bricks, each row shifted: a tiling, and none if one of them overlaps its neighbour."""
     rows, width = 60, 100
     bricks = [
         ([row, at], [1, min(2, width - at)])
@@ -283,8 +283,8 @@ def described(paths: dict[str, Any]) -> Saved:
     "path", [("x", "v"), ("x.w",), ("x", "w", "v"), ("y", "w"), ("x",), (), ("", "x.w")]
 )
 def test_a_blank_lies_where_its_key_says(path: tuple[str, ...]) -> None:
-    """A path in .metadata that is not the key's own is not believed: what is made for it would be
-    filled by nobody, and handed to the object as it is.
+    """A path in .metadata that is not the key's own is not believed: no reader would fill what is made
+    for it, and the object would get it as it is.
     """
     assert described({"x.w": path}).below(("x",)) == [(("w",), "x.w")]
 
@@ -352,7 +352,7 @@ def test_torch_s_planner_gets_no_tensor_that_is_half_filled(
 def test_negative_sizes_are_refused(
     chunk: tuple[tuple[int, ...], tuple[int, ...]], tmp_path: Path
 ) -> None:
-    """By whoever loads."""
+    """By whichever call loads."""
     resaved(tmp_path, chunk)
     with pytest.raises((ManifestError, CollectiveError), match="negative"):
         ckptfs.load({"k": torch.zeros(4, 2)}, tmp_path / "step_1")
@@ -380,7 +380,7 @@ def test_who_plans_less_gets_less(tmp_path: Path) -> None:
 
 
 def resaved(folder: Path, chunk: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    """A checkpoint of stock torch whose only tensor is said to be this box."""
+    """A checkpoint of stock torch with one tensor, said to be this box."""
     dcp.save({"k": torch.arange(8.0).reshape(4, 2)}, checkpoint_id=folder / "step_1")
     path = folder / "step_1" / ".metadata"
     saved = pickle.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The engine that writes windows: the same file as a stream's, whatever lies where, and what it costs."""
+"""The engine that writes windows: the same file as a stream's, whatever is where, and what it costs."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ LEAVES = st.one_of(tensors(), st.integers(), st.text(max_size=3000), st.just("")
 def test_windows_of_any_size_make_the_file_of_a_stream(
     leaves: list[Any], window_bytes: int, threads: int
 ) -> None:
-    """Whatever lies across windows, of one thread or several: the same bytes, places and digests."""
+    """Whatever crosses windows, of one thread or several: the same bytes, places and digests."""
     both({f"k{n}": leaf for n, leaf in enumerate(leaves)}, window_bytes, threads)
 
 
@@ -230,7 +230,7 @@ def test_every_engine_writes_the_same_file(tmp_path: Path, name: WriteEngineName
 
 
 def test_memory_is_given_back_once_its_last_window_is_written() -> None:
-    """Whoever lent memory hears so when all windows with it are written, and never before."""
+    """The lender of memory gets word when all windows with it are written, and never before."""
     state = {f"w{n}": torch.full((MIB // 4,), float(n)) for n in range(6)}
     task, _ = task_of(state)
     store = Windowed(1_500_000, 2)
@@ -278,7 +278,7 @@ def test_a_failing_window_stops_the_others_and_gives_nothing_back() -> None:
 
 
 def test_a_window_of_many_items_that_fails_half_way_lets_the_others_go_on() -> None:
-    """Windows of many items take turns; one that is given up in its middle keeps its turn from nobody,
+    """Windows of many items take turns; one that is given up in its middle keeps its turn from no other,
     though its error still knows the frames it came through.
     """
     state = {f"w{n}": torch.zeros(3000) for n in range(400)}
@@ -386,7 +386,7 @@ def test_what_is_not_contiguous_is_copied_a_window_at_a_time() -> None:
     with Copies():
         auto_engine(store, task, lambda item: tensor, Cancelled())
     assert len(store.file) > 32 * MIB
-    # Every window begins with what lies of a block that another one digested.
+    # Every window begins with the part of a block that another one digested.
     assert 32 * MIB <= sum(copied) <= 32 * MIB + 16 * MIB
     assert max(copied) <= 3 * MIB
 

@@ -1,4 +1,4 @@
-"""``python -m tests.hostile [GLOB ...]``: run the pairs whose names match, and print a table.
+"""``python -m tests.hostile [GLOB ...]``: run the pairs with names that match, and print a table.
 
 --faults    only what is wrong, as lines for known.toml
 """

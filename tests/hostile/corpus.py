@@ -1,4 +1,4 @@
-"""The list of inputs: each one's name, what it tries, where it lies, and the commands that meet it."""
+"""The list of inputs: each one's name, what it tries, where it is, and the commands that meet it."""
 
 from __future__ import annotations
 

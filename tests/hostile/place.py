@@ -1,11 +1,11 @@
-"""The tree that an input changes: a run, a stock checkpoint, files, and somebody else's directory beside.
+"""The tree that an input changes: a run, a stock checkpoint, files, and somebody else's directory next to them.
 
 base/run/        step_1, step_2, files_2 (a directory of files), and the log
 base/loose/      the same checkpoints without the log: their manifests alone vouch for them
 base/stock/      step_2 as stock torch.distributed.checkpoint wrote it
 base/twin/       an untouched copy of run, to compare with
 base/single/     files by themselves: model.safetensors, model.pt
-base/victim/     what nobody may touch, nor carry away
+base/victim/     what no command may touch, nor carry away
 base/out/        where commands write
 """
 
@@ -80,7 +80,7 @@ class Place:
 
     @property
     def data(self) -> Path:
-        """Where its data files lie."""
+        """Where its data files are."""
         return self.checkpoint if self.on is On.STOCK else self.checkpoint / self.save_id
 
     @property

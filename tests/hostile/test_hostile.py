@@ -63,7 +63,7 @@ _DIFFERENT = {
     ("on", "command"), [(on, command) for on, commands in EVERY.items() for command in commands]
 )
 def test_an_untouched_tree_meets_no_error(on: On, command: str, warm: Warm) -> None:
-    """What every command does with a tree that nobody changed: so an error elsewhere is an answer to the
+    """What every command does with an unchanged tree: so an error elsewhere is an answer to the
     input, and no mistake of the frame.
     """
     outcome = warm.run(f"untouched-{on.value}", command)

@@ -26,10 +26,10 @@ from tests.hostile.place import picture
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
 
 GROUP, OWNER, OTHER = 54321, 54322, 54323
-LIMIT_S = 120  # of one child; a FIFO would hold it for ever
+LIMIT_S = 120  # of one child; a FIFO would hold it forever
 
-# Children of a process without threads: one that is forked beside the threads of other tests may find a lock
-# held for ever.
+# Children of a process without threads: one that is forked next to the threads of other tests may find a
+# lock held forever.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "ckptfs.dcp.api", __name__])
 
@@ -68,7 +68,7 @@ def _become(user: int, body: Callable[[], object], sending: Connection) -> None:
         os.umask(0o002)
         body()
         ended = Ended(None, typed=True)
-    except BaseException as error:  # noqa: BLE001 - told to the parent
+    except BaseException as error:  # noqa: BLE001 - passed to the parent
         ended = Ended(f"{type(error).__name__}: {error}", isinstance(error, CkptfsError))
     finally:
         sending.send(ended)
@@ -76,7 +76,7 @@ def _become(user: int, body: Callable[[], object], sending: Connection) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """run: writable for the group, of OWNER. private: OWNER's alone. beside: anybody's."""
+    """run: writable for the group, of OWNER. private: OWNER's alone. ``beside``: anybody's."""
 
     run: Path
     private: Path
@@ -105,7 +105,7 @@ def shared() -> Iterator[Shared]:
 
 
 def saves(run: Path, step: int) -> None:
-    """Go on with the run, as a job does."""
+    """Continue the run, as a job does."""
     with ckptfs.prepare_run(run, takeover="force") as held:
         ckptfs.save({"w": torch.full((4,), float(step))}, run / f"step_{step}", run=held)
 
@@ -169,7 +169,7 @@ def puts(plant: str, on: Shared) -> None:
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_another_user_plants_leads_to_nothing_of_ones_own(shared: Shared, plant: str) -> None:
     """OTHER may write to the run and not even list the private directory of OWNER; whatever is put into the
-    run, OWNER's and root's own commands touch nothing there, carry nothing away, wait for nobody and end
+    run, OWNER's and root's own commands touch nothing there, carry nothing away, wait for no one and end
     with a typed error or as they should.
     """
     before = picture(shared.private)
@@ -185,7 +185,7 @@ def test_what_another_user_plants_leads_to_nothing_of_ones_own(shared: Shared, p
 
 
 def test_the_second_user_goes_on_and_the_first_one_after_that(shared: Shared) -> None:
-    """What nobody planted anything into is shared as before: each loads what the other saved."""
+    """What has nothing planted in it is shared as before: each loads what the other saved."""
     for step, user in ((2, OTHER), (3, OWNER)):
         for does in (saves, loads):
             assert as_user(user, partial(does, shared.run, step)) == Ended(None, typed=True)

@@ -117,7 +117,7 @@ def _in_child(body: Any) -> tuple[int, int, float, bool]:
         try:
             body()
             code = 0
-        except BaseException:  # noqa: BLE001 - a child must not go on as its parent
+        except BaseException:  # noqa: BLE001 - a child must not continue as its parent
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -237,7 +237,7 @@ def _ended(place: Place, command: str, *, forged: bool) -> tuple[str, str]:
 
 
 def _files(place: Place) -> list[Path]:
-    """What lies there and is read by nobody else: no links, nothing that is not a file."""
+    """What is there and has no other reader: no links, nothing that is not a file."""
     return [
         Path(folder, name)
         for top in (place.out, place.base / "run", place.base / "loose", place.base / "stock")

@@ -35,7 +35,7 @@ WHERE = {
 
 
 def _directory(place: Place, where: bytes, name: bytes) -> None:
-    """A directory of that name, with a .metadata in it, and a file beside it."""
+    """A directory of that name, with a .metadata in it, and a file next to it."""
     at = os.path.join(os.fsencode(place.base), where, name)
     os.makedirs(at, exist_ok=True)
     with open(os.path.join(at, b".metadata"), "wb") as file:

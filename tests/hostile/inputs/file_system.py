@@ -189,14 +189,14 @@ def directory_lists_a_secret(place: Place) -> None:
 
 @hostile(Group.FILES, on=On.STOCK, commands=("checkpoint_dir", "cp", "inspect", "verify"))
 def stock_links_to_secret(place: Place) -> None:
-    """A file beside a stock checkpoint is a link to the victim's file, another to its directory."""
+    """A file next to a stock checkpoint is a link to the victim's file, another to its directory."""
     place.link(place.checkpoint / "config.json", place.victim / "secret.txt")
     place.link(place.checkpoint / "more", place.victim)
 
 
 @hostile(Group.FILES, on=On.LOOSE, commands=("checkpoint_dir", "cp", "inspect", "verify", "rm"))
 def copy_links_to_secret(place: Place) -> None:
-    """A file beside a copied checkpoint is a link to the victim's file, another to its directory."""
+    """A file next to a copied checkpoint is a link to the victim's file, another to its directory."""
     place.link(place.checkpoint / "config.json", place.victim / "secret.txt")
     place.link(place.checkpoint / "more", place.victim)
 
@@ -245,7 +245,7 @@ def link_to_the_run_in_the_run(place: Place) -> None:
 
 @hostile(Group.FILES, on=On.RUN, commands=ALL)
 def unreadable_beside(place: Place) -> None:
-    """A directory beside the checkpoints that holds a FIFO, a socket and a link to nothing."""
+    """A directory next to the checkpoints that holds a FIFO, a socket and a link to nothing."""
     odd = place.root / "odd"
     odd.mkdir()
     os.mkfifo(odd / ".metadata")

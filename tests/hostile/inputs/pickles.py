@@ -30,7 +30,7 @@ class _Calls:
 
 
 def archive_of_zeros() -> bytes:
-    """An archive of 1 MB whose pickle is a GB of zeros, made in pieces."""
+    """An archive of 1 MB with a pickle of a GB of zeros, made in pieces."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         archive.writestr("archive/byteorder", "little")
@@ -135,7 +135,7 @@ def _hash_bomb() -> bytes:
 
 
 def _equal_hashes(count: int) -> bytes:
-    """Ints whose hashes are equal, as keys of a dict: quadratic."""
+    """Ints with equal hashes, as keys of a dict: quadratic."""
     # Opcode by opcode: making the dict would take the time that reading it takes.
     numbers = (pickle.dumps(n * (2**61 - 1), protocol=2)[2:-1] for n in range(1, count))
     return b"\x80\x02}(" + b"".join(number + b"N" for number in numbers) + b"u" + STOP

@@ -189,7 +189,7 @@ def one_entry_many_times(place: Place) -> None:
 
 @hostile(Group.RUN_LOG, on=On.RUN, commands=COMMANDS, forged=True)
 def log_with_a_gap(place: Place) -> None:
-    """An entry is missing, and one lies far behind."""
+    """An entry is missing, and one is far behind."""
     place.append({"kind": "release", "generation": [1, "x"]}, 99_999_999)
 
 
@@ -202,7 +202,7 @@ def stray_file_in_the_log(place: Place) -> None:
 
 @hostile(Group.RUN_LOG, on=On.RUN, commands=COMMANDS, forged=True)
 def job_name_with_escapes(place: Place) -> None:
-    """A fence whose host and job move the cursor."""
+    """A fence with a host and a job that move the cursor."""
     generation = [2, "86dfbd06"]
     odd = "\x1b[2J\x1b]0;owned\x07\r\n"
     place.append(
