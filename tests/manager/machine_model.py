@@ -2,7 +2,7 @@
 
     model.committed(saved)        appended; what had its name is gone; then the policy
     model.saves                   what is live, in commit order
-    model.may_be_gone             what the policy let go while something was going wrong
+    model.may_be_gone             what the policy released while something failed
 
 The last are gone or there, as the next look finds them; all else has to be as it says.
 """
@@ -51,7 +51,7 @@ class Model:
     come_to: int = -1  # the step that this job restored, or saved last; -1: neither
 
     def latest(self, kind: str = "checkpoint") -> Saved | None:
-        """What a job goes on from: the last commit, not the largest step."""
+        """What a job continues from: the last commit, not the largest step."""
         healthy = [s for s in self.saves if s.kind == kind and not s.failure]
         return healthy[-1] if healthy else None
 
@@ -77,7 +77,7 @@ class Model:
             self.saves = [s for s in self.saves if s.label not in going]
 
     def claimed(self, needed: Collection[int], *, surely_retained: bool) -> None:
-        """A job took the run: what a dead one was about to let go goes now, but for what it needs."""
+        """A job took the run: what a dead one was about to release goes now, but for what it needs."""
         going = self.going() - set(needed)
         self.may_be_gone |= going
         if surely_retained:

@@ -2,7 +2,7 @@
 
     sight = look(site)            every live save, in commit order, loaded bit for bit
     stock_look(site, saved)       what torch.distributed.checkpoint alone makes of its directory
-    disks(site)                   what lies there, on each disk
+    disks(site)                   what is there, on each disk
 
 None of them changes anything.
 """
@@ -111,7 +111,7 @@ def _read(site: Site, session: RunSession) -> list[Seen]:
 
 
 def parts_here(site: Site, node: str, world: int) -> list[int]:
-    """The ranks whose parts a node's disk holds."""
+    """The ranks with parts on a node's disk."""
     nodes = site.layout.nodes[:world]
     return [r for r, n in enumerate(nodes) if site.layout.shared or n == node]
 
@@ -132,7 +132,7 @@ def stock_look(site: Site, saved: Saved) -> None:
 
 @dataclass(frozen=True)
 class Disk:
-    """What lies on one disk. steps: the files of each directory of the run, relative to it."""
+    """What is on one disk. steps: the files of each directory of the run, relative to it."""
 
     steps: Mapping[str, frozenset[str]]
     attempts: frozenset[str]

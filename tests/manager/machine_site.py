@@ -112,7 +112,7 @@ class Fate:
         """What becomes of one operation."""
         with self._lock:
             if rank in self.dead:
-                # A timer's touch, of nobody: an error that it swallows, where a death would be told.
+                # A timer's touch, of no rank: an error that it swallows, where a death would be reported.
                 return Fail(OSError(errno.EIO, "dead") if op == "touch" else SimulatedDeath())
             blow = self._blow
             if blow is None or blow.rank != rank or op == "touch":
@@ -164,7 +164,7 @@ class Site:
         _SITES[self.name] = self
 
     def directory(self, node: str) -> Path:
-        """Where the run lies for a node."""
+        """Where the run is for a node."""
         return Path(self.base, "run") if self.layout.shared else Path(self.base, node, "run")
 
     def directories(self) -> list[Path]:
@@ -227,7 +227,7 @@ def open_simulated(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
 
 @contextlib.contextmanager
 def registered(directory: Path) -> Iterator[None]:
-    """``simulated://`` is a backend for as long as the block lasts; its package lies in directory."""
+    """``simulated://`` is a backend for as long as the block lasts; its package is in directory."""
     import sys
 
     package = directory / "simulated-1.dist-info"
@@ -268,7 +268,7 @@ class Crew:
 
     @property
     def alive(self) -> bool:
-        """Whether nobody died."""
+        """Whether all live."""
         return not self.site.fate.dead
 
     def each(self, act: Callable[[Member], T]) -> list[End[T]]:

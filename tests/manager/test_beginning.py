@@ -1,4 +1,4 @@
-"""A job that forgets restore(): what it is told, and that it costs the run nothing."""
+"""A job that forgets restore(): what error it gets, and that it costs the run nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Mode = Literal["sync", "async"]
 
 
 class Job:
-    """One kind of job: how it makes its manager, saves a step and goes on."""
+    """One kind of job: how it makes its manager, saves a step and continues."""
 
     def __init__(self, mode: Mode, tmp: Path) -> None:
         self.mode: Mode = mode
@@ -40,7 +40,7 @@ class Job:
         manager.wait()
 
     def restore(self, manager: Any) -> int | None:
-        """The step that it goes on from."""
+        """The step that it continues from."""
         restored = manager.restore(state(-1))
         return None if restored is None else restored.step
 
@@ -61,13 +61,13 @@ class FilesJob(Job):
         manager.wait()
 
     def restore(self, manager: Any) -> int | None:
-        """The step that it goes on from."""
+        """The step that it continues from."""
         with manager.reading() as opened:
             return None if opened is None else opened.step
 
 
 def state(step: int) -> dict[str, Any]:
-    """A small state that tells its step."""
+    """A small state that has its step."""
     return {"w": torch.full((4,), float(step))}
 
 
@@ -232,7 +232,7 @@ def test_a_name_that_an_earlier_job_took_is_refused(tmp_path: Path) -> None:
 
 
 def test_each_kind_counts_for_itself(tmp_path: Path) -> None:
-    """Weights beside a run are published without restoring it; over published ones not unasked."""
+    """Weights next to a run are published without restoring it; over published ones only on request."""
     run = tmp_path / "run"
     with CheckpointManager(run) as manager:
         manager.save(1000, state(1000))
@@ -247,7 +247,7 @@ def test_each_kind_counts_for_itself(tmp_path: Path) -> None:
 
 
 def test_weights_of_a_job_that_died_early_are_replaced(tmp_path: Path) -> None:
-    """It saved weights before its first full checkpoint; restarted, restore() finds nothing, and it goes on."""
+    """It saved weights before its first full checkpoint; restarted, restore() finds nothing, and it continues."""
     run = tmp_path / "run"
     with CheckpointManager(run) as manager:
         manager.save(1, state(1), kind="weights")
@@ -307,7 +307,7 @@ def test_a_job_that_has_begun_is_not_stopped(job: Job, tmp_path: Path) -> None:
 
 
 def test_what_an_overwrite_hid_is_no_past(job: Job, run: Path) -> None:
-    """prepare_run(mode="overwrite"), then a manager: it begins again as it was told to."""
+    """prepare_run(mode="overwrite"), then a manager: it begins again as it was asked to."""
     ckptfs.prepare_run(run, "overwrite").release()
     with job.manager(run, keep_latest=1) as manager:
         assert job.restore(manager) is None
@@ -365,8 +365,8 @@ def test_directories_that_come_again_make_place(
 def test_a_directory_that_nothing_came_after_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The newest commit is not deleted before there is another one, and nothing tells of a replacement;
-    nor is what the job was restored from, or lies before that.
+    """The newest commit is not deleted before there is another one, and nothing reports a replacement;
+    nor is what the job was restored from, or is before that.
     """
     job, run = FilesJob("sync", tmp_path), tmp_path / "run"
     with job.manager(run) as manager:
@@ -389,7 +389,7 @@ def test_a_directory_that_nothing_came_after_stays(
 
 
 def test_other_names_are_not_the_run(tmp_path: Path) -> None:
-    """What is saved beside a run by name, or by a template of another manager, is nobody's beginning."""
+    """What is saved next to a run by name, or by a template of another manager, is no job's beginning."""
     run = tmp_path / "run"
     ckptfs.save(state(0), run / "export", step=5000)
     with CheckpointManager(run, name="other-{N}") as manager:
@@ -400,7 +400,7 @@ def test_other_names_are_not_the_run(tmp_path: Path) -> None:
 
 
 def test_a_pin_without_a_restore_lets_nothing_go(job: Job, run: Path) -> None:
-    """Whoever claims the run for another reason than to train carries out no policy."""
+    """A claim of the run for another reason than to train carries out no policy."""
     with job.manager(run, keep_latest=1) as manager:
         manager.pin(2000)
         manager.wait()
@@ -425,7 +425,7 @@ def test_a_checkpoint_of_parts_is_begun_alike(tmp_path: Path) -> None:
 
 @pytest.fixture
 def lost(tmp_path: Path) -> Iterator[Callable[..., CheckpointManager]]:
-    """Managers of a run whose own disk is new, and whose copy holds step 1000 and 2000."""
+    """Managers of a run with a new disk of its own, and a copy that holds step 1000 and 2000."""
     made = []
 
     def manager(**options: Any) -> CheckpointManager:
@@ -446,7 +446,7 @@ def lost(tmp_path: Path) -> Iterator[Callable[..., CheckpointManager]]:
 def test_a_copy_that_is_further_is_not_begun_over(
     lost: Callable[..., CheckpointManager], tmp_path: Path
 ) -> None:
-    """On new disks, too, a job that forgets restore() is told where the run is; the copy is as it was."""
+    """On new disks, too, a job that forgets restore() learns where the run is; the copy is as it was."""
     with lost() as manager:
         assert manager.restore(state(0), kind="weights") is None  # looks for nothing else
         with pytest.raises(CommitConflictError, match="step_2000") as caught:

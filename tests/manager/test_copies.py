@@ -84,7 +84,7 @@ class Job:
             self.copied.set()
 
     def failures(self) -> list[CopyFailed]:
-        """What was told so far."""
+        """The events so far."""
         return [e for e in self.events if isinstance(e, CopyFailed)]
 
 
@@ -128,7 +128,7 @@ def check(run: object, step: int) -> None:
 
 @pytest.fixture
 def bucket() -> Iterator[MemoryObjects]:
-    """An object store whose requests fail as planned; at ``BUCKET``."""
+    """An object store with requests that fail as planned; at ``BUCKET``."""
     yield STORES.bucket("copies")
     STORES.drop("copies")
 
@@ -174,7 +174,7 @@ def test_the_primary_waits_for_the_copy_and_for_nothing_else(
         three = job.save(3).save_id
         assert job.copier.wait() == ("checkpoint_1", "checkpoint_2", "checkpoint_3")
         assert job.copier.waiting() == set(ids(primary))
-        assert len(job.failures()) == 1  # told once, though it was tried at each turn
+        assert len(job.failures()) == 1  # reported once, though it was tried at each turn
         bucket.plan = Plan([])
         assert job.copier.wait() == ()
         assert job.copier.waiting() == frozenset()
@@ -347,7 +347,7 @@ def idle(job: Job) -> None:
 
 
 def test_a_copy_that_another_job_fills_is_told_once_and_disturbs_nobody(tmp_path: Path) -> None:
-    """RunBusyError is an event and a line; saves go on; when the run is free it is drained."""
+    """RunBusyError is an event and a line; saves continue; when the run is free it is drained."""
     primary, copy = tmp_path / "primary", tmp_path / "copy"
     with open_session(Uri.parse(copy), SoloControl(), Place(), write=True) as session:
         other = claim(session)
@@ -441,7 +441,7 @@ def test_wrong_copies_are_refused_when_they_are_named() -> None:
 
 
 def test_one_checkpoint_is_gathered_by_hand(tmp_path: Path) -> None:
-    """Another run, another name; exclusive; a try that was aborted does not spend it; absent is told."""
+    """Another run, another name; exclusive; a try that was aborted does not spend it; absent is reported."""
     primary, other = tmp_path / "primary", tmp_path / "other"
     before(primary, 1)
     faulty = f"faults+file://{other}/put_aside"
@@ -513,8 +513,8 @@ def test_a_manager_goes_on_from_its_copy_and_copies_on(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_the_run_left_does_not_take_it_back(tmp_path: Path) -> None:
-    """Node-local disks of an earlier allocation: the copy went on from what they hold, so it is the
-    newest over all; afterwards both go on in one order.
+    """Node-local disks of an earlier allocation: the copy continued from what they hold, so it is the
+    newest over all; afterwards both continue in one order.
     """
     primary, copy, left = tmp_path / "primary", tmp_path / "copy", tmp_path / "left"
 

@@ -90,7 +90,7 @@ def test_what_the_copys_retention_would_drop_is_not_copied() -> None:
 
 
 def test_latest_alone_is_one_of_each_kind() -> None:
-    """Weights do not push out the checkpoint that lies before them, nor a failing run's save a
+    """Weights do not push out the checkpoint before them, nor a failing run's save a
     healthy one.
     """
     mixed = [*STEPS, seal(60, kind=Kind.WEIGHTS), replace(seal(61), failure=True)]

@@ -47,7 +47,7 @@ def test_a_save_is_deleted_by_name_in_every_domain(tmp_path: Path) -> None:
 
 
 def test_a_delete_that_fails_in_one_domain_is_raised_and_completed_later(tmp_path: Path) -> None:
-    """Every rank is told; where one log has it the save is deleted, and the next commit enters the
+    """Every rank gets the answer; where one log has it the save is deleted, and the next commit enters the
     rest.
     """
     plan = Plan()

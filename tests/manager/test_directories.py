@@ -240,7 +240,7 @@ def test_each_node_brings_its_own_files(run: str, tmp_path: Path) -> None:
 def test_nodes_that_hold_different_files_under_one_name_save_nothing(
     run: str, tmp_path: Path, other: bytes, told: str
 ) -> None:
-    """Which of two is meant nobody knows: an error on all ranks that names the file."""
+    """Which of two is meant is unknown: an error on all ranks that names the file."""
     write_files(tmp_path / "a", {"config": b"these"})
     write_files(tmp_path / "b", {"config": other})
     for node in "ab":
@@ -467,7 +467,7 @@ def test_any_checkpoint_can_be_read_as_a_directory(
 
 
 def test_what_was_never_committed_is_not_read(bucket: tuple[str, MemoryObjects]) -> None:
-    """Plain names lie on an object store before the commit: they are no checkpoint."""
+    """Plain names are on an object store before the commit: they are no checkpoint."""
     uri, store = bucket
 
     def write() -> None:
@@ -559,7 +559,7 @@ def test_downloads_of_dead_processes_go(tmp_path: Path) -> None:
         (top / "users").mkdir(parents=True)
         (top / "users" / user).touch()
         (top / "place").write_text(place)
-    (tmp_path / "ckptfs-read-other").mkdir()  # nobody's that we know
+    (tmp_path / "ckptfs-read-other").mkdir()  # of no owner that we know
     sweep(str(tmp_path), "ckptfs-read-", "here")
     left = sorted(path.name.removeprefix("ckptfs-read-") for path in tmp_path.iterdir())
     assert left == ["apart", "living", "other"]

@@ -24,7 +24,7 @@ from ckptfs.integrations._support.step_driver import PartSaver, StepDriver, read
 
 @pytest.fixture(params=["file", "memory"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A run on a filesystem, and one where files lie under their final names before the commit."""
+    """A run on a filesystem, and one where files are under their final names before the commit."""
     return str(tmp_path / "run") if request.param == "file" else f"memory://{uuid.uuid4().hex}/run"
 
 
@@ -69,7 +69,7 @@ def test_a_step_of_two_groups_and_a_driver(uri: str, is_async: bool) -> None:
 
 
 def test_a_driver_fetches_its_own_files(uri: str, tmp_path: Path) -> None:
-    """What the driver put beside the parts comes back to it alone, on another machine too."""
+    """What the driver put with the parts comes back to it alone, on another machine too."""
     saver = PartSaver(is_async=False)
     with StepDriver(uri, name="step_{N}") as driver:
         assert driver.fetch(lambda step: str(tmp_path / f"got{step}")) is None

@@ -48,7 +48,7 @@ IDLE = Counters()
 
 
 def committed(step: int = 100, kind: str = "checkpoint") -> SaveCommitted:
-    """A commit of three ranks, of which one had nothing to write."""
+    """A commit of three ranks; one of them had nothing to write."""
     ranks = (SLOW, FAST, IDLE)
     total = Counters.together(ranks)
     result = SaveResult(f"/run/step_{step}", step, "id", SLOW, total, ranks, wall_s=2.5)
@@ -72,7 +72,7 @@ ALL_EVENTS: list[Event] = [
 
 
 def test_every_listener_hears_every_event_in_order_whoever_tells() -> None:
-    """Events told one after another, from whatever threads, are heard in that order by each."""
+    """Events sent one after another, from whatever threads, reach each listener in that order."""
     heard: list[list[Event]] = [[], []]
     dispatcher = EventDispatcher([heard[0].append, heard[1].append])
     for event in ALL_EVENTS:
@@ -84,7 +84,7 @@ def test_every_listener_hears_every_event_in_order_whoever_tells() -> None:
 
 
 def test_telling_does_not_wait_for_a_listener() -> None:
-    """With a listener that stands still, tell returns, and what was told is heard afterwards."""
+    """With a listener that is stuck, tell returns, and what was sent arrives afterwards."""
     go, heard = threading.Event(), []
 
     def slow(event: Event) -> None:
@@ -155,7 +155,7 @@ def test_a_failing_listener_is_logged_once_and_breaks_nothing(
 
 
 def test_a_listener_that_never_returns_holds_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """Telling goes on, bounded, and close comes back after its deadline and says so."""
+    """Telling continues, bounded, and close comes back after its deadline and says so."""
     hang = threading.Event()
 
     def hangs(event: Event) -> None:
@@ -196,7 +196,7 @@ def test_a_listener_may_close_the_bell_that_calls_it() -> None:
 
 
 def test_without_listeners_there_is_no_thread() -> None:
-    """A bell that nobody listens to costs nothing."""
+    """A bell without a listener costs nothing."""
     before = own_threads()
     dispatcher = EventDispatcher()
     dispatcher.tell(ALL_EVENTS[0])
@@ -205,7 +205,7 @@ def test_without_listeners_there_is_no_thread() -> None:
 
 
 def test_other_ranks_tell_only_those_who_asked() -> None:
-    """Beside the coordinator, listeners and on_commit are silent, but for EveryRank."""
+    """On ranks other than the coordinator, listeners and on_commit are silent, but for EveryRank."""
     heard: dict[str, list[Any]] = {"plain": [], "every": [], "uri": []}
     for rank in (0, 1):
         dispatcher = EventDispatcher(
@@ -335,7 +335,7 @@ def test_one_line_per_commit_with_everything_in_it(caplog: pytest.LogCaptureFixt
 
 
 def test_a_restore_from_a_copy_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever trains on does so from elsewhere: which copy, and of what."""
+    """A job that trains on does so from elsewhere: which copy, and of what."""
     event = Restored("s3://b/run/step_1", 1, (), 0.5, copy_of="/run")
     with caplog.at_level(logging.INFO):
         LogListener(logging.getLogger("mine"))(event)

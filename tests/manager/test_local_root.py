@@ -106,7 +106,7 @@ def test_leads_with_one_pid_keep_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_nodes_that_share_a_disk_make_room_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
-    """A foreign directory is moved aside by whoever is first, and the other one takes no offence."""
+    """A foreign directory is moved aside by the process that is first, and the other one takes no offence."""
     here, there = LocalRoot(tmp_path / "root"), LocalRoot(tmp_path / "root")
     foreign = tmp_path / "root" / "step_1"
     foreign.mkdir(parents=True)

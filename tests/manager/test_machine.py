@@ -96,7 +96,7 @@ class Lives(RuleBasedStateMachine):
         self.step = 0
         self.foreign: dict[str, str] = {}
         self.unsettled = False  # something failed since the last commit without a fault
-        self.debris = 0  # attempts that nobody could remove since the last claim
+        self.debris = 0  # attempts that no rank could remove since the last claim
         self.needed: set[int] = set()  # restored from or pinned before the first save
         self.fresh = True  # this job has not claimed the run yet
         self.restored = False  # this job knows where the run is
@@ -140,7 +140,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.crew is not None)
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
-        """Go on from the newest, or from a step."""
+        """Continue from the newest, or from a step."""
         steps = [s.step for s in self.model.saves if s.kind == "checkpoint"]
         step = data.draw(st.sampled_from([None, *steps]), label="step")
         wanted = self.model.latest() if step is None else self.model.at(step)
@@ -159,7 +159,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(step=st.integers(0, 6), where=st.sampled_from(["", "_mine", "_backup/deep"]))
     def put_foreign(self, step: int, where: str) -> None:
-        """Somebody puts a file of their own into a step directory, or beside it."""
+        """Somebody puts a file of their own into a step directory, or next to it."""
         key = f"step_{step}{where}/notes.txt"
         self.site.put(key, key)
         self.foreign[key] = key
@@ -168,7 +168,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def the_run_is_what_the_list_says(self) -> None:
-        """Nothing lost, nothing torn, nothing else, and nobody's files touched."""
+        """Nothing lost, nothing torn, nothing else, and no foreign files touched."""
         if not hasattr(self, "model"):
             return
         seen = look(self.site)
@@ -192,7 +192,7 @@ class Lives(RuleBasedStateMachine):
             assert member.manager.steps == steps
 
     def teardown(self) -> None:
-        """The last job leaves; one more commit, and only what is kept lies on the disks."""
+        """The last job leaves; one more commit, and only what is kept is on the disks."""
         try:
             if hasattr(self, "model") and self.model.saves:
                 self._end("closed")
@@ -217,7 +217,7 @@ class Lives(RuleBasedStateMachine):
         return self.crew
 
     def _start(self, size: int) -> None:
-        # A node with a disk of its own has to take part, or what lies there is out of reach.
+        # A node with a disk of its own has to take part, or what is there is out of reach.
         size = len(self.site.layout.nodes) if not self.site.layout.shared else size
         policy = self.model.policy
         self.fresh, self.restored, self.model.come_to = True, False, -1
@@ -287,7 +287,7 @@ class Lives(RuleBasedStateMachine):
             self.debris += 1
 
     def _refused(self, saved: Saved) -> None:
-        """A job that restored nothing would begin over what is there: it is told, and nothing changes."""
+        """A job that restored nothing would begin over what is there: it gets an error, and nothing changes."""
         for end in self._crew.each(lambda member: _save_and_wait(member, saved)):
             assert isinstance(end.error, CommitConflictError), end.error
             assert "this job restored nothing" in str(end.error)
@@ -428,7 +428,7 @@ def _next_save(life: Lives, step: int, **how: Any) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_life_by_hand(mode: str) -> None:
     """What random lives reach seldom: back to an older step and on from there, past a rejected one;
-    a pin that outlives jobs and its save, and its end; the best; failures beside healthy saves; each on two disks.
+    a pin that outlives jobs and its save, and its end; the best; failures among healthy saves; each on two disks.
     """
     life = Lives()
     try:

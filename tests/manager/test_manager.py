@@ -33,7 +33,7 @@ def _state(value: float) -> dict[str, torch.Tensor]:
 
 
 def _tree(run: Path) -> Mapping[str, int]:
-    """All names and their times; of a log only its entries: whoever appended touches it a little later."""
+    """All names and their times; of a log only its entries: the appender touches it a little later."""
     names = {str(p.relative_to(run)): p.stat().st_mtime_ns for p in run.rglob("*")}
     return names | {name: 0 for name in names if name.endswith(".ckptfs/log")}
 
@@ -70,7 +70,7 @@ def test_a_save_is_committed_under_its_step(tmp_path: Path) -> None:
 
 
 def test_making_one_and_looking_touch_nothing(tmp_path: Path) -> None:
-    """An evaluation job that makes a manager beside a training job disturbs nobody."""
+    """An evaluation job that makes a manager next to a training job disturbs no one."""
     with CheckpointManager(tmp_path) as training:
         training.save(1, _state(1.0))
         before = _tree(tmp_path)
@@ -82,7 +82,7 @@ def test_making_one_and_looking_touch_nothing(tmp_path: Path) -> None:
 
 
 def test_a_missing_run_has_nothing_and_gets_nothing(tmp_path: Path) -> None:
-    """Looking at a run that nobody wrote makes no directory."""
+    """Looking at a run that was not written makes no directory."""
     manager = CheckpointManager(tmp_path / "run")
     assert manager.latest is None
     assert manager.steps == []
@@ -130,7 +130,7 @@ def test_a_closed_manager_leaves_the_run_free(tmp_path: Path) -> None:
 
 
 def test_latest_is_the_last_commit_and_not_the_largest_step(tmp_path: Path) -> None:
-    """A run that went back and was trained anew goes on where it was left."""
+    """A run that went back and was trained again continues where it was left."""
     with CheckpointManager(tmp_path) as manager:
         for step in (50, 100, 70):
             manager.save(step, _state(step))
@@ -183,7 +183,7 @@ def test_each_kind_has_a_latest_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_save_of_a_failing_run_is_no_latest(tmp_path: Path) -> None:
-    """It is there for people; nothing resumes from it unasked."""
+    """It is there for people; nothing resumes from it by default."""
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, _state(1.0))
         manager.save(2, _state(2.0), failure=True)
@@ -228,7 +228,7 @@ def test_a_new_owner_lets_go_before_its_first_save(tmp_path: Path) -> None:
 
 
 def test_what_was_restored_stays_until_it_has_a_successor(tmp_path: Path) -> None:
-    """A job that went back lets go neither that step nor what is further, and then what is behind it."""
+    """A job that went back keeps that step and what is further, and then what is behind it."""
     with CheckpointManager(tmp_path) as first:
         for step in (1, 2, 3, 4):
             first.save(step, _state(step))
@@ -360,7 +360,7 @@ def _on(
 
 
 def test_a_child_of_a_fork_does_not_release_its_parents_run(tmp_path: Path) -> None:
-    """A worker that runs its parent's finally blocks changes nothing: the parent goes on saving."""
+    """A worker that runs its parent's finally blocks changes nothing: the parent continues to save."""
     with CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, _state(1.0))
         with ckptfs.prepare_run(tmp_path / "other") as run:

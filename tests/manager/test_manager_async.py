@@ -45,7 +45,7 @@ def _value(run: Path, step: int) -> float:
 
 @pytest.fixture
 def held() -> Iterator[Hold]:
-    """A storage operation that waits; it is let go at the end whatever happened."""
+    """A storage operation that waits; it is released at the end whatever happened."""
     hold = Hold()
     yield hold
     hold.release.set()
@@ -107,7 +107,7 @@ def test_with_room_for_two_the_third_waits_for_the_first(tmp_path: Path, held: H
 
 @pytest.mark.parametrize("call", ["save", "wait", "close"])
 def test_a_failure_is_raised_at_the_next_call_and_once(tmp_path: Path, call: str) -> None:
-    """Nobody trains for days on saves that fail: the next save, wait or close raises it."""
+    """No job trains for days on saves that fail: the next save, wait or close raises it."""
     told: list[Event] = []
     manager = _manager(tmp_path, Plan([_no_space(2)]), listeners=[told.append])
     manager.save(1, _state(1.0))
@@ -160,7 +160,7 @@ def test_an_exception_of_the_loop_is_not_hidden_and_the_save_is_finished(tmp_pat
 def test_an_exception_of_the_loop_wins_over_one_of_a_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both are told: the loop's is raised, the save's is in the log."""
+    """Both are reported: the loop's is raised, the save's is in the log."""
     with pytest.raises(ZeroDivisionError):
         _fail_in_the_loop(_manager(tmp_path, Plan([_no_space(1)])))
     assert "a save failed too" in caplog.text
@@ -278,7 +278,7 @@ class _Interrupted:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_ctrl_c_on_one_rank_costs_one_save(tmp_path: Path, mode: Any) -> None:
-    """It is raised where it happens, the save fails on the other rank, and both go on in step."""
+    """It is raised where it happens, the save fails on the other rank, and both continue in step."""
 
     def train(control: Control) -> list[str]:
         ground = RunHandle(Where(str(tmp_path), Place()), control=control, storage=storage)
@@ -308,7 +308,7 @@ def test_ctrl_c_on_one_rank_costs_one_save(tmp_path: Path, mode: Any) -> None:
 
 
 def test_ranks_that_wait_differently_long_stay_in_step(tmp_path: Path, held: Hold) -> None:
-    """Where one has waited long enough all are told so: what is in flight stays the same on all."""
+    """Where one has waited long enough all learn it: what is in flight stays the same on all."""
     plan = Plan([Fault("write", "*.distcp", 1, held)])
 
     def train(control: Control) -> list[str]:
@@ -329,7 +329,7 @@ def test_ranks_that_wait_differently_long_stay_in_step(tmp_path: Path, held: Hol
 
 
 def test_a_manager_that_could_not_begin_may_try_again(tmp_path: Path) -> None:
-    """What fails between the claim and the first save gives the run back: nobody else holds it."""
+    """What fails between the claim and the first save gives the run back: no other holds it."""
     refused = Fail(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     for read in (7,):  # the first of the copies, when the run is claimed
         run = tmp_path / f"run_{read}"

@@ -1,4 +1,4 @@
-"""Sharded checkpoints whose names and end a framework decides, on two nodes with a disk each."""
+"""Sharded checkpoints with names and an end that a framework decides, on two nodes with a disk each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state(number: float) -> dict[str, Any]:
 def keep_and_remove(rank: Rank) -> list[Any]:
     """Saves, removals and a failure, synchronously and not; what was there in between."""
     rank.init_group()
-    os.environ["RANK"] = str(rank.number)  # whose fault it is
+    os.environ["RANK"] = str(rank.number)  # at fault
     return [
         there for mode in ("sync", "async") for there in one(f"{rank.args['uri']}/{mode}", mode)
     ]
@@ -69,7 +69,7 @@ def one(uri: str, mode: str) -> list[Any]:
 
 def test_removed_on_every_node_after_the_commit_and_never_before(tmp_path: Path) -> None:
     """The owner of each disk removes; what is held, newest or a stranger's stays, and so does what a
-    failed save was to replace. What lies beside goes with its checkpoint.
+    failed save was to replace. What is next to it goes with its checkpoint.
     """
     uri = f"nodes+file://{tmp_path}/@node"
     for node in "xy":
@@ -102,7 +102,7 @@ def test_weights_are_nothing_to_go_on_from(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_weights_replace_no_checkpoint(tmp_path: Path, mode: str) -> None:
-    """The last full checkpoint stays when an export came after it: there is nothing else to go on from."""
+    """The last full checkpoint stays when an export came after it: there is nothing else to continue from."""
     run = tmp_path / "run"
     shelf = NamedCheckpoints(run, mode=mode)
     shelf.save("a", state(1), step=1)

@@ -117,7 +117,7 @@ def test_digits_count_where_they_were_asked_for() -> None:
     ],
 )
 def test_what_could_not_be_read_back_is_refused(text: str) -> None:
-    """No place, two, another format, a path, a hidden name, a digit beside the step: at the start."""
+    """No place, two, another format, a path, a hidden name, a digit next to the step: at the start."""
     with pytest.raises(StateError, match="template"):
         Template(text)
 

@@ -1,4 +1,4 @@
-"""An owner that was not closed: what nobody refers to any more releases the run of its process."""
+"""An owner that was not closed: an object without a reference releases the run of its process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 
 STATE = {"w": torch.arange(8.0)}
-WITHIN_S = 30.0  # nobody waits so long but for a defect
+WITHIN_S = 30.0  # only a defect makes a test wait so long
 
 
 def log_of(run: Path) -> LogState:
@@ -79,7 +79,7 @@ def make_manager_with_copies(run: Path) -> Any:
 
 
 def make_manager_that_is_heard_by_its_owner(run: Path) -> Any:
-    """Whoever trains refers to the manager, and the manager's listeners to whoever trains."""
+    """The trainer refers to the manager, and the manager's listeners to the trainer."""
 
     class Trainer:
         def __init__(self) -> None:
@@ -181,7 +181,7 @@ def test_a_notebook_cell_runs_again(tmp_path: Path) -> None:
 
 
 def test_a_retry_loop_without_close(tmp_path: Path) -> None:
-    """Training that fails and is tried again in its process goes on where it was."""
+    """Training that fails and is tried again in its process continues where it was."""
     run = tmp_path / "run"
 
     def train(fails: bool) -> None:
@@ -202,7 +202,7 @@ def test_a_retry_loop_without_close(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("takeover", ["auto", "never"])
 def test_two_living_owners_of_one_process(tmp_path: Path, takeover: Any) -> None:
-    """The second is told that this process holds the run, since when, and by which call."""
+    """The second learns that this process holds the run, since when, and by which call."""
     run = tmp_path / "run"
     with ckptfs.CheckpointManager(run) as manager:
         manager.save(1, STATE)
@@ -215,7 +215,7 @@ def test_two_living_owners_of_one_process(tmp_path: Path, takeover: Any) -> None
         assert "by CheckpointManager in test_not_closed.py, line " in text
         assert "since 20" in text
         assert "last commit step_1" in text
-        manager.save(2, STATE)  # it goes on
+        manager.save(2, STATE)  # it continues
 
 
 def test_a_living_owner_of_this_process_is_not_judged_by_its_lease(tmp_path: Path) -> None:

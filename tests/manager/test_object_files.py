@@ -1,4 +1,4 @@
-"""Single files whose names and end a framework decides: order, failures, and what is never removed."""
+"""Single files with names and an end that a framework decides: order, failures, and what is never removed."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_an_asynchronous_failure_is_raised_by_the_next_call_once(
     tmp_path: Path, plant: Plant
 ) -> None:
     """The call after it raises, saves nothing, and clears it; the one after that saves. What failed
-    beside it is told too.
+    with it is reported too.
     """
     hold = Hold()  # until both were called: the second call would raise what failed before it
     plant(Fault("open_write", "a", 1, hold), full_at("close", "[ab]", None))
@@ -191,7 +191,7 @@ def test_an_asynchronous_save_holds_the_state_of_the_call(tmp_path: Path, plant:
 
 def test_strangers_and_what_was_loaded_stay(tmp_path: Path) -> None:
     """Removed is what this object wrote, and what an earlier process did, once something was saved
-    beside it; not what was loaded, by whatever name, and not what nobody remembers.
+    with it; not what was loaded, by whatever name, and not what no record has.
     """
     for name in ("stranger", "before", "elsewhere/before", "start"):
         write_object({}, Uri.parse(tmp_path / name))

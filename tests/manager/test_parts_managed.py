@@ -46,7 +46,7 @@ def test_retention_deletes_a_checkpoint_of_parts_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("manager_of", [ckptfs.CheckpointManager, ckptfs.DirectoryManager])
 def test_a_begin_that_fails_counts_as_no_save(tmp_path: Path, manager_of: Any) -> None:
-    """Whoever catches the error is still asked to save that step; a begin that succeeds settles it."""
+    """A caller that catches the error is still asked to save that step; a begin that succeeds settles it."""
     with manager_of(tmp_path / "run", every_steps=10) as manager:
         with pytest.raises(ckptfs.CkptfsError):
             manager.begin(10, ["a/b"])
@@ -73,7 +73,7 @@ def test_a_ticket_that_is_committed_late_does_not_take_the_run_back(tmp_path: Pa
 def test_a_groups_disk_follows_with_its_next_ticket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What retention deleted at home goes on a disk that home does not reach at the next save there:
+    """What retention deleted at home is removed from a disk out of home's reach at the next save there:
     it holds at most one checkpoint more than it would.
     """
     run = f"nodes+file://{tmp_path}/@node/run"

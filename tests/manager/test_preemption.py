@@ -144,7 +144,7 @@ def test_a_handler_put_over_ours_stays_and_ours_only_passes_on() -> None:
 
 
 def test_ctrl_c_is_a_preemption_once_and_an_interrupt_the_second_time() -> None:
-    """Whoever names SIGINT gets a save instead of KeyboardInterrupt, and can still insist."""
+    """A job that names SIGINT gets a save instead of KeyboardInterrupt, and can still insist."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     signals = PreemptSignals((signal.SIGINT,))
     send(signal.SIGINT)
@@ -225,7 +225,7 @@ def test_closed_from_another_thread_it_notes_nothing_more(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("bad", ["TERM", "SIGNOPE", 999, signal.SIGKILL, "SIGSTOP"])
 def test_what_is_no_signal_is_refused(bad: int | str) -> None:
-    """Unknown names and numbers, and those that nobody can catch, before anything is installed."""
+    """Unknown names and numbers, and those that cannot be caught, before anything is installed."""
     before = signal.getsignal(USR1)
     with pytest.raises(StateError):
         PreemptSignals((USR1, bad))

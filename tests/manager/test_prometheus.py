@@ -124,12 +124,12 @@ def test_what_goes_wrong_is_counted(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_text_never_becomes_a_label(text: str, expected: str) -> None:
-    """Only a class name does: every distinct value would be a time series for ever."""
+    """Only a class name does: every distinct value would be a time series forever."""
     assert error_type(text) == expected
 
 
 def test_debris_is_what_is_deleted_and_still_there(tmp_path: Path) -> None:
-    """Let go: debris until its bytes are gone; a delete that failed stays debris, counted once."""
+    """Released: debris until its bytes are gone; a delete that failed stays debris, counted once."""
     file = tmp_path / "x.prom"
     listener = PrometheusTextfile(file)
     seen = []

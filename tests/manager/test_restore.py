@@ -71,7 +71,7 @@ def flip(path: Path) -> None:
 
 
 def test_the_newest_commit_is_taken_not_the_largest_step(tmp_path: Path) -> None:
-    """A run that went back to 50 and on to 70 wakes up at 70, though a rejected 100 lies there."""
+    """A run that went back to 50 and on to 70 wakes up at 70, though a rejected 100 is there."""
     site = Site(tmp_path, "ab")
     for step in (50, 100, 70):
         site.save(step, state(step))
@@ -150,7 +150,7 @@ def lose_log(run: Path) -> None:
 
 
 def lose_domain(run: Path) -> None:
-    """The log is there and nothing says whose it is."""
+    """The log is there and nothing names its owner."""
     (run / ".ckptfs/domain").unlink()
 
 
@@ -162,7 +162,7 @@ def foreign(run: Path) -> None:
 
 
 def rename_steps(run: Path) -> None:
-    """A log that knows nothing of what lies there."""
+    """A log that knows nothing of what is there."""
     shutil.copytree(run / "step_1", run / "saved")
     shutil.rmtree(run / ".ckptfs")
     shutil.rmtree(run / "step_1")
@@ -350,7 +350,7 @@ def test_a_node_that_does_not_take_part_is_missed(tmp_path: Path) -> None:
 
 
 def test_one_lost_shard_on_one_node_is_found_before_a_byte_is_read(tmp_path: Path) -> None:
-    """Each node looks at its own disk; what one of them misses all ranks are told."""
+    """Each node looks at its own disk; what one of them misses all ranks learn."""
     site = Site(tmp_path, "abb", shared=False)
     site.save(1, state(1))
     path = shards(site, "b", "step_1")[0]
@@ -418,7 +418,7 @@ def test_copies_serve_a_run_whose_disks_are_new(tmp_path: Path) -> None:
 
 
 def test_disks_that_the_run_left_before_it_went_on_elsewhere(tmp_path: Path) -> None:
-    """The copy has what lies here and a later save that these disks never heard of: it is the run."""
+    """The copy has what is here and a later save that these disks do not have: it is the run."""
     site = Site(tmp_path)
     copy_of(site, 5, site.save(5, state(5)).save_id)
     copy_of(site, 4, "elsewhere")
@@ -478,7 +478,7 @@ def test_a_save_in_doubt_is_not_passed_by(tmp_path: Path) -> None:
 
 
 class Down(FaultyStorage):
-    """A place whose log cannot be read for now: no network, or no permission."""
+    """A place with a log that cannot be read for now: no network, or no permission."""
 
     def __init__(self, inner: Storage, error: Exception) -> None:
         plan = [Fault(op, ".ckptfs/log*", None, Fail(error)) for op in ("read", "list")]
@@ -567,7 +567,7 @@ def test_damage_on_one_rank_excuses_no_other_error(tmp_path: Path, other: Except
     assert (outcome.restored.step, value_of(site)) == (1, 1.0)
 
 
-# -- a reader that disturbs nobody -----------------------------------------------------------------
+# -- a reader that disturbs no one -----------------------------------------------------------------
 
 
 def test_restoring_needs_read_permission_only(tmp_path: Path) -> None:
@@ -647,7 +647,7 @@ def test_on_an_object_store_requests_do_not_grow_with_the_files(tmp_path: Path) 
 
 
 def test_a_manifest_that_is_no_manifest_is_told(tmp_path: Path) -> None:
-    """The error type tells a description that cannot be read from bytes that differ."""
+    """The error type separates a description that cannot be read from bytes that differ."""
     site = Site(tmp_path)
     site.save(1, state(1))
     inner = next(p for p in (site.disk() / "step_1").rglob("*.xxh3"))

@@ -84,7 +84,7 @@ def test_groups_do_not_choose_an_older_step_each_for_itself(tmp_path: Path) -> N
 def test_a_part_whose_home_is_not_reached_is_in_doubt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a disk of its own that nobody told of the commit, the newest part is in doubt, and neither
+    """On a disk of its own that did not learn of the commit, the newest part is in doubt, and neither
     nothing nor an older step.
     """
     uri = f"nodes+file://{tmp_path}"
@@ -97,5 +97,5 @@ def test_a_part_whose_home_is_not_reached_is_in_doubt(
     error = refused(uri, part="actor")
     assert "step_2" in str(error)
     assert "in doubt" in str(error)
-    outcome, _ = restore_part(uri, part="actor", step=1)  # the second save told of the first
+    outcome, _ = restore_part(uri, part="actor", step=1)  # the second save reported the first
     assert outcome is not None

@@ -68,7 +68,7 @@ def kept(found: Plan) -> list[str]:
 
 
 def test_what_cannot_be_deleted_even_by_name() -> None:
-    """A pinned save, one whose files another uses that is not deleted itself, and what is not live."""
+    """A pinned save, one with files that another, not deleted itself, uses, and what is not live."""
     saves = [save(1), save(2, references=("s1",)), save(3)]
     log = {"A": in_order(*saves, Pin("s3", pinned=True))}
 
@@ -110,7 +110,7 @@ def test_each_cause_keeps_what_it_names_and_the_caller_says_which_count() -> Non
 
 
 def test_a_pin_does_not_keep_what_is_deleted_already() -> None:
-    """Its bytes go on being removed, whoever pinned it in another domain."""
+    """Its bytes are still removed, whoever has pinned it in another domain."""
     base = save(1, domains=("A", "B"))
     views = {"A": in_order(base, Pin("s1")), "B": in_order(base, Delete("s1", G1))}
     assert reason_to_keep("s1", views, (Cause.PINNED,)) is None
@@ -138,7 +138,7 @@ def test_the_order_is_that_of_commits_and_not_of_steps() -> None:
 
 @given(st.lists(st.integers(0, 9), unique=True, min_size=1), st.integers(-1, 9), st.integers(1, 3))
 def test_nothing_further_than_the_run_goes(steps: list[int], at: int, latest: int) -> None:
-    """Of what the policy would let go, what is beyond the step that the run has come to stays, no more."""
+    """Of what the policy would delete, what is beyond the step that the run has come to stays, no more."""
     log = {"A": in_order(*(save(n) for n in steps))}
     freely = plan_retention(log, Keep(latest), NAMES.is_ours)
     bound = plan_retention(log, Keep(latest), NAMES.is_ours, at=at)
@@ -155,7 +155,7 @@ def test_what_is_further_keeps_what_it_refers_to() -> None:
 
 
 def test_every_nth_step_stays_for_ever() -> None:
-    """keep_every asks whether it divides the step; a save that told no step is not divided."""
+    """keep_every asks whether it divides the step; a save that gave no step is not divided."""
     numbers = [save(n) for n in (0, 5, 10, 15, 20, 21)]
     assert kept(plan(Keep(1, every=10), *numbers)) == ["s0", "s10", "s20", "s21"]
     unnumbered = replace(save(3, "none"), step=None)
@@ -189,7 +189,7 @@ def test_of_equals_the_older_stays() -> None:
 
 
 def test_each_kind_counts_for_itself() -> None:
-    """Weights beside checkpoints push none of them out, and keep their own last."""
+    """Weights among checkpoints push none of them out, and keep their own last."""
     weights = [save(n, f"w{n}", artifact=Kind.WEIGHTS) for n in range(3)]
     assert kept(plan(Keep(1), save(1), *weights)) == ["s1", "w2"]
 
@@ -211,7 +211,7 @@ def test_pinned_saves_stay_until_they_are_unpinned() -> None:
 
 
 def test_a_pin_in_one_domain_is_enough() -> None:
-    """Its owner may have died before the other domains heard of it."""
+    """Its owner may have died before the other domains had it."""
     saves = [save(n, domains=("A", "B")) for n in range(2)]
     views = {"A": in_order(*saves), "B": in_order(*saves, Pin("s0"))}
     assert going(plan_retention(views, Keep(1), NAMES.is_ours)) == []
@@ -285,7 +285,7 @@ def test_what_the_log_does_not_call_live_is_not_looked_at() -> None:
 
 
 def test_a_decided_save_counts_although_its_other_disk_is_gone() -> None:
-    """Where a node's disk was wiped, the other disk must not fill with saves that nobody can load."""
+    """Where a node's disk was wiped, the other disk must not fill with saves that no job can load."""
     saves = [save(n, domains=("A", "B")) for n in range(3)]
     decided = [Decided(s.save_id, Outcome.COMMITTED) for s in saves]
     new = save(9, domains=("A", "C"))
@@ -317,7 +317,7 @@ def test_exceptions_without_a_rule_are_refused() -> None:
 
 
 def test_the_needs_are_told_in_bytes() -> None:
-    """One more than is kept fits beside them while it is written; without a limit that is said."""
+    """One more than is kept fits in addition while it is written; without a limit that is said."""
     assert "needs 4.29 GB" in needs_text(GIB, Keep(3))
     assert "needs 6.44 GB" in needs_text(GIB, Keep(3, best=Best("loss", 2)))
     assert "nothing is deleted" in needs_text(5 << 20, Keep())
@@ -427,7 +427,7 @@ def _alike(one: Item, other: Item) -> bool:
 
 @given(ITEMS, KEEPS)
 def test_the_plan_is_the_oracles(items: list[Item], keep: Keep) -> None:
-    """For any run, policy, pins, references and roots: exactly those go that the oracle lets go."""
+    """For any run, policy, pins, references and roots: exactly those go that the oracle names."""
     state, roots = lay(items)
     found = plan_retention({"A": state}, keep, NAMES.is_ours, roots)
     assert set(going(found)) == oracle(items, keep)

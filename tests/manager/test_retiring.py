@@ -91,7 +91,7 @@ def steps_in(directory: str) -> list[str]:
 
 
 def disks(base: Path, layout: Layout) -> dict[str, list[str]]:
-    """What lies on each disk."""
+    """What is on each disk."""
     return {node: steps_in(path) for node, path in layout.directories(str(base)).items()}
 
 
@@ -184,7 +184,7 @@ def test_a_new_process_reads_one_snapshot_and_at_most_a_hundred_entries(tmp_path
     world(tmp_path, keep_one)
     assert max(found) <= (1, 100)
     assert found[-1][0] == 1
-    # Whoever comes in the middle of it reads as many as lie behind the snapshot.
+    # A reader in the middle of it reads as many as are behind the snapshot.
     (log_,) = entries(tmp_path).values()
     kinds = "".join("S" if one["kind"] == "snapshot" else "." for one in log_)
     assert len(kinds) > 280
@@ -326,8 +326,8 @@ class _Appears(Posix):
 def test_row29_a_directory_that_will_not_be_empty_kills_nobody(
     tmp_path: Path, posix: Posix
 ) -> None:
-    """A file held open, or one that appears, in a directory that is being removed: the trainer goes
-    on, its saves go on, and when it is over nothing is left.
+    """A file held open, or one that appears, in a directory that is being removed: training
+    continues, so do its saves, and when it is over nothing is left.
     """
 
     def body(session: RunSession) -> None:
@@ -356,8 +356,8 @@ def test_row29_a_directory_that_will_not_be_empty_kills_nobody(
 def test_a_delete_that_fails_is_told_once_and_tried_less_often(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, op: str, key: str, error: int
 ) -> None:
-    """Training goes on, one warning, an event for each try, and the tries get rarer; when the disk
-    lets it go it goes, and no debris is left.
+    """Training continues, one warning, an event for each try, and the tries get rarer; when the disk
+    permits it, it goes, and no debris is left.
     """
     plan = Plan()
     now, told = [0.0], list[Event]()
@@ -380,9 +380,9 @@ def test_a_delete_that_fails_is_told_once_and_tried_less_often(
 
     with caplog.at_level(logging.INFO):
         (tried,) = world(tmp_path, body, plans={0: plan})
-    if op != "remove_tree":  # whose pattern is that of all saves
+    if op != "remove_tree":  # its pattern is that of all saves
         assert tried == [1, 2, 2, 2, 3, 3, 3, 3, 3, 3]
-        # Of this run: a lease of another test, whose run is not released yet, may warn at this moment, too.
+        # Of this run: a lease of another test, with a run that is not released yet, may warn at this moment, too.
         warnings = [
             record
             for record in caplog.records
@@ -426,7 +426,7 @@ def test_an_entry_that_fails_in_one_domain_is_entered_later(
 
 
 def test_an_entry_whose_answer_was_lost_for_good_is_found_again(tmp_path: Path) -> None:
-    """It seemed to fail and lies in the log: the bytes go after the next commit."""
+    """It seemed to fail and is in the log: the bytes go after the next commit."""
     plan = Plan()
 
     def body(session: RunSession) -> None:
@@ -484,7 +484,7 @@ class CallsAfter(Posix):
         self._call = call
 
     def link(self, source: str, target: str) -> None:
-        """link(2) of an entry, and what else is going on at that moment."""
+        """link(2) of an entry, and what else happens at that moment."""
         super().link(source, target)
         if b'"kind":"delete"' in Path(target).read_bytes():
             self._call()
@@ -529,7 +529,7 @@ def test_a_save_that_commits_while_a_delete_is_entered_leaves_its_bytes_for_the_
 
 
 def test_a_grace_ends_without_another_save(tmp_path: Path) -> None:
-    """The last save of a job too: a timer, not the next commit, removes the bytes; each time anew."""
+    """The last save of a job too: a timer, not the next commit, removes the bytes; again each time."""
     gone: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def tell(event: Event) -> None:
@@ -679,7 +679,7 @@ def test_what_a_rank_still_needs_stays(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_saved_again_outlives_its_deleted_self(tmp_path: Path) -> None:
-    """A rewound run saves step_1 anew while the deleted one waits for its grace: only the old goes."""
+    """A rewound run saves step_1 again while the deleted one waits for its grace: only the old goes."""
     now = [0.0]
 
     def body(session: RunSession) -> None:
@@ -701,7 +701,7 @@ def test_a_step_that_is_saved_again_outlives_its_deleted_self(tmp_path: Path) ->
 
 
 def test_a_fenced_owner_deletes_nothing(tmp_path: Path) -> None:
-    """Whoever slept through a takeover may decide what it likes: no entry, no byte."""
+    """A process that slept through a takeover may decide what it likes: no entry, no byte."""
 
     def body(session: RunSession) -> None:
         with holding(session, 1) as (run, retirer):

@@ -109,7 +109,7 @@ def test_missing_keys_are_skipped_and_told(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_checkpoint_without_any_is_no_failure(tmp_path: Path) -> None:
-    """A state saved before it had an RngState: everything else is restored, and skipped tells."""
+    """A state saved before it had an RngState: everything else is restored, and skipped names it."""
     site = Site(tmp_path)
     site.save(1, lambda _: {"n": 5})
     assert site.restore(lambda _: {"n": 0, "deep": [{"rng": RngState()}]}) is not None
@@ -133,7 +133,7 @@ def test_devices_change_in_number_and_place(
     restored: dict[int, int],
     told: list[str],
 ) -> None:
-    """The current device's state comes to what is current now, others by number; the rest is told."""
+    """The current device's state comes to what is current now, others by number; the rest is reported."""
     accelerators["gpu"] = Devices(*saved)
     state = RngState().state_dict()
     accelerators["gpu"] = now = Devices(*here)
@@ -170,7 +170,7 @@ def test_a_real_device_goes_on_where_it_was() -> None:
     assert bundle.skipped == ()
 
 
-# -- states that nobody saved -----------------------------------------------------------------------
+# -- states that were not saved -----------------------------------------------------------------------
 
 
 def _numpy_with(**changed: Any) -> dict[str, Any]:

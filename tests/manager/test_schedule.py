@@ -66,7 +66,7 @@ def no_control() -> Control:
 
 
 def test_by_steps_needs_neither_ranks_nor_threads() -> None:
-    """Multiples of every_steps, step 0 never, and nobody is asked: no control, no clone, no thread."""
+    """Multiples of every_steps, step 0 never, and no one is asked: no control, no clone, no thread."""
     before = own_threads()
     schedule = Schedule(Rules(every_steps=10), no_control)
     assert [n for n in range(31) if schedule(n)] == [10, 20, 30]
@@ -76,13 +76,13 @@ def test_by_steps_needs_neither_ranks_nor_threads() -> None:
 
 
 def test_without_rules_nothing_is_due() -> None:
-    """A manager that was told no rule leaves it to the caller."""
+    """A manager without a rule leaves it to the caller."""
     schedule = Schedule(Rules(), no_control)
     assert not any(schedule(n) for n in range(100))
 
 
 def test_a_step_that_was_saved_is_not_due_again() -> None:
-    """Whoever asks twice, or saves after a restore at that step, is not told to save it once more."""
+    """A job that asks twice, or saves after a restore at that step, need not save it once more."""
     schedule = Schedule(Rules(every_steps=5), no_control)
     assert schedule(5)
     schedule.saved(5)
@@ -153,7 +153,7 @@ def test_a_signal_to_one_rank_is_obeyed_by_all_one_call_late() -> None:
 
 
 def test_time_is_the_coordinators_whatever_the_other_clocks_say() -> None:
-    """Ranks whose clocks stand still or run wild save at the same calls, every_s apart."""
+    """Ranks with clocks that stop or run wild save at the same calls, every_s apart."""
 
     def body(control: Control) -> list[int]:
         rank = Rank(control, Rules(every_s=10.0))
@@ -167,7 +167,7 @@ def test_time_is_the_coordinators_whatever_the_other_clocks_say() -> None:
         return due
 
     ends = [end.get() for end in simulate(3, body)]
-    # Time is up at calls 10, 21, 32, told one call later, and counted anew from there.
+    # Time is up at calls 10, 21, 32, reported one call later, and counted again from there.
     assert ends == [[11, 22, 33]] * 3
 
 
@@ -185,7 +185,7 @@ def test_a_round_begun_before_a_save_asks_for_no_second_one() -> None:
         rank.schedule.close()
         return due
 
-    # Time is up at call 5 and told at 6, which saves by steps too: one save. The next by steps, 12.
+    # Time is up at call 5 and reported at 6, which saves by steps too: one save. The next by steps, 12.
     assert [end.get() for end in simulate(2, body)] == [[6, 12]] * 2
 
 
@@ -205,7 +205,7 @@ def test_a_save_that_was_due_and_not_made_is_due_again() -> None:
 
 
 def test_asking_does_not_wait_for_the_others() -> None:
-    """A rank whose neighbours have not come answers its first call, and waits only at the second."""
+    """A rank with neighbours that have not come answers its first call, and waits only at the second."""
     first_done, others_may = threading.Event(), threading.Event()
 
     def body(control: Control) -> list[bool]:
@@ -313,7 +313,7 @@ def test_the_next_round_is_always_near(
 
 
 class Counted:
-    """A control whose steps, and those of its clones, are counted."""
+    """A control that counts its steps, and those of its clones."""
 
     def __init__(self, control: Control, rounds: list[str]) -> None:
         self._control = control

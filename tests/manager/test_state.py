@@ -31,7 +31,7 @@ Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - what users' old c
 
 
 class Counter:
-    """An object whose state is one plain dict; a fresh one has less of it than a used one."""
+    """An object with one plain dict as its state; a fresh one has less of it than a used one."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -41,7 +41,7 @@ class Counter:
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.state = state
 
 
@@ -156,7 +156,7 @@ def test_a_state_that_is_one_object(tmp_path: Path) -> None:
 
 
 def test_tensors_are_filled_where_they_are(tmp_path: Path) -> None:
-    """Nobody's reference to a tensor or parameter goes stale."""
+    """No reference to a tensor or parameter goes stale."""
     model = torch.nn.Linear(2, 2)
     fresh, buffer = torch.nn.Linear(2, 2), torch.zeros(3)
     held = fresh.weight
@@ -187,7 +187,7 @@ class Net(torch.nn.Module):
 
 
 class Single(torch.optim.Optimizer):
-    """Momentum in single precision for parameters of half of it; state beside the parameters too."""
+    """Momentum in single precision for parameters of half of it; state other than the parameters too."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -397,7 +397,7 @@ def test_an_object_with_weights_is_flattened(tmp_path: Path) -> None:
 
 
 def test_what_would_execute_code_is_refused_by_key_and_class(tmp_path: Path) -> None:
-    """Before a file is made: the key, whose state it is, and the class that does not load."""
+    """Before a file is made: the key, the owner of the state, and the class that does not load."""
     site = Site(tmp_path)
     bad = counter({"rng": random.Random(3)})
     with pytest.raises(CollectiveError) as caught:
@@ -426,7 +426,7 @@ def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None
 
 
 def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
-    """strict: an object that was not saved is an error that names its key. One whose state is empty may
+    """strict: an object that was not saved is an error that names its key. One with an empty state may
     have been saved with nothing in it.
     """
     site = Site(tmp_path)
@@ -510,7 +510,7 @@ def test_every_rank_gets_its_own(tmp_path: Path) -> None:
 
 def test_row_15_the_rng_of_every_rank_is_in_the_commit(tmp_path: Path) -> None:
     """HF's on_save fires without a barrier: rank 1 sees its own RNG file only. Here the bundle is part
-    of the state, so every rank's lies in the one commit and comes back to its rank.
+    of the state, so every rank's is in the one commit and comes back to its rank.
     """
     site = Site(tmp_path, "aabb")
     site.save(1, kept)
@@ -606,7 +606,7 @@ def test_keys_that_patterns_kept_per_rank_move_too(tmp_path: Path) -> None:
 
 
 def test_a_hook_that_fails_fails_everywhere(tmp_path: Path) -> None:
-    """One rank's hook raises: every rank gets the error, and nobody trains on."""
+    """One rank's hook raises: every rank gets the error, and no rank trains on."""
 
     def bad(_: list[Any], rank: int, __: int) -> Any:
         if rank:
@@ -658,7 +658,7 @@ def filled_memory() -> Iterator[None]:
 def test_memory_that_nothing_was_written_to_is_handed_to_nobody(
     tmp_path: Path, paths: dict[str, tuple[Any, ...]], *, strict: bool
 ) -> None:
-    """Where a checkpoint says of a tensor that it lies elsewhere, no object gets what the load's memory held
+    """Where a checkpoint says of a tensor that it is elsewhere, no object gets what the load's memory held
     before: it has what was saved, or nothing there, or the restore is refused.
     """
     saved = {"a": torch.arange(8.0), "b": torch.arange(8.0), "list": [torch.ones(2), torch.ones(2)]}
@@ -686,7 +686,7 @@ def tensors_in(state: Any) -> list[torch.Tensor]:
 
 
 def change_paths(run: Path, paths: dict[str, tuple[Any, ...]]) -> None:
-    """``.metadata`` says this of where its tensors lie, and whatever vouches for it does so again."""
+    """``.metadata`` says this of where its tensors are, and whatever vouches for it does so again."""
     step = run / "step_1"
     (data,) = (path for path in step.iterdir() if path.is_dir())
     metadata = pickle.loads((data / ".metadata").read_bytes())

@@ -48,7 +48,7 @@ class Recorder:
         )
 
     def hear(self, *events: tuple[Event, int]) -> None:
-        """Events with the second at which each was told."""
+        """Events with the second at which each was sent."""
         for event, at_s in events:
             self.listener.hear(event, at_s * 1_000_000_000)
 
@@ -87,7 +87,7 @@ def seconds(span: ReadableSpan) -> tuple[float, float]:
 
 
 def test_a_save_is_a_span_and_its_phases_are_children() -> None:
-    """Spans lie where events were told, children end to end under the save, with its counters."""
+    """Spans are where events were sent, children end to end under the save, with its counters."""
     told = Recorder()
     told.hear(
         (began(), 100),

@@ -1,4 +1,4 @@
-"""A manager whose saves reference: retention goes on as ever, and the bytes outlive their writer."""
+"""A manager with saves that reference: retention works as before, and the bytes outlive their writer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_writer_of_a_frozen_base_is_retired_like_any_other(
     tmp_path: Path, mode: Literal["sync", "async"], shape: str
 ) -> None:
     """keep_latest=2 over two jobs: two steps are left and nothing of the others, the frozen bytes are
-    there once, the older step is its own; weights beside them build on weights.
+    there once, the older step is its own; weights among them build on weights.
     """
     run, query = f"{tmp_path}/run", ""
     if shape == "object":

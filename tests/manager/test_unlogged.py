@@ -1,4 +1,4 @@
-"""Stock torch saves into a run of ours: nobody goes back to the commit before it without a word."""
+"""Stock torch saves into a run of ours: no job goes back to the commit before it without a word."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_save_that_is_sealed_while_a_reader_looks_is_known_before_it_speaks(ru
 
 
 def test_there_are_ways_out(run: Path) -> None:
-    """By its name it is loaded; "ignore" takes our newest; moved away, it disturbs nobody."""
+    """By its name it is loaded; "ignore" takes our newest; moved away, it disturbs no one."""
     stock(run / "step_3", 3.0)
     state = {"w": torch.zeros(4)}
     ckptfs.load(state, run / "step_3")
@@ -144,14 +144,14 @@ def test_a_manager_may_be_made_to_ignore_it(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_older_does_not_disturb(run: Path) -> None:
-    """A run that stock began and ckptfs went on with is restored from our newest."""
+    """A run that stock began and ckptfs continued is restored from our newest."""
     stock(run / "step_1", 1.0, later_s=-60.0)
     assert restored(run) == 2.0
 
 
 @pytest.mark.parametrize("half", ["no .metadata", "no data", "garbage", "half a .metadata"])
 def test_what_is_not_whole_does_not_count(run: Path, half: str) -> None:
-    """A stock save that is under way, or died, or whose files went, is no checkpoint."""
+    """A stock save that is under way, or died, or lost its files, is no checkpoint."""
     stock(run / "step_3", 3.0)
     metadata = run / "step_3" / ".metadata"
     if half in ("garbage", "half a .metadata"):
@@ -169,7 +169,7 @@ def test_what_is_not_whole_does_not_count(run: Path, half: str) -> None:
 
 
 def test_copies_with_a_manifest_never_count(run: Path) -> None:
-    """A copy of ours beside the log says what it is."""
+    """A copy of ours next to the log says what it is."""
     shutil.copytree(run / "step_2", run / "best")
     now = (run / "best").stat().st_mtime + 60
     os.utime(run / "best/.metadata", (now, now))
@@ -189,7 +189,7 @@ def test_what_is_written_into_the_shown_files_reaches_no_save(run: Path) -> None
 
 
 def test_stock_over_our_newest_is_named(run: Path) -> None:
-    """Whoever takes the newest is told that another .metadata stands in its place."""
+    """A job that takes the newest learns that another .metadata is in its place."""
     stock(run / "step_2", 3.0)
     with pytest.raises(ckptfs.StateError, match="step_2 was overwritten by another program"):
         restored(run)
@@ -272,7 +272,7 @@ def test_a_directory_manager_does_not_pass_over_what_stock_saved(tmp_path: Path)
 
 
 def test_a_part_that_stock_saved_over_is_named(tmp_path: Path) -> None:
-    """Whoever loads the part, or takes the newest; the other part loads."""
+    """A job that loads the part, or takes the newest; the other part loads."""
     run = tmp_path / "run"
     with ckptfs.CheckpointManager(run) as manager:
         ticket = manager.begin(2, parts=["actor", "critic"])
@@ -327,7 +327,7 @@ def test_ls_knows_what_stock_saved_for_what_it_is(run: Path) -> None:
 
 
 def test_verify_knows_what_stock_saved_for_what_it_is(run: Path) -> None:
-    """What is whole is told apart from what is not; what it saved over is never to be written over."""
+    """What is whole is kept apart from what is not; what it saved over is never to be written over."""
     stock(run / "step_3", 3.0)
     stock(run / "step_4", 4.0)
     for path in (run / "step_4").glob("*.distcp"):

@@ -117,7 +117,7 @@ def test_a_run_retrained_from_an_older_step_is_announced(tmp_path: Path) -> None
 
 
 def test_a_step_that_the_run_never_committed_stands_for_nothing(tmp_path: Path) -> None:
-    """Whoever comes from another run gets the newest."""
+    """A caller that comes from another run gets the newest."""
     commit(tmp_path, 10)
     assert wait_for_new(tmp_path, 4000, timeout_s=0).step == 10
 
@@ -225,7 +225,7 @@ def bucket() -> Iterator[MemoryObjects]:
 
 
 def test_a_poll_of_an_object_store_is_one_request(bucket: MemoryObjects) -> None:
-    """Idle polls are one GET each, and four requests more each eighth, whatever lies there."""
+    """Idle polls are one GET each, and four requests more each eighth, whatever is there."""
     uri = Uri.parse("objects+memory://waiting/run")
     asked: list[int] = []
 
@@ -253,7 +253,7 @@ def test_a_poll_of_an_object_store_is_one_request(bucket: MemoryObjects) -> None
 
 
 def test_a_run_that_was_removed_and_begun_anew_is_watched_anew(tmp_path: Path) -> None:
-    """Whoever remembers a place in a log that is gone would wait for ever."""
+    """A caller that remembers a place in a log that is gone would hang."""
     run = tmp_path / "run"
     for step in range(4):
         commit(run, step)
