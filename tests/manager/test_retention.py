@@ -110,7 +110,7 @@ def test_each_cause_keeps_what_it_names_and_the_caller_says_which_count() -> Non
 
 
 def test_a_pin_does_not_keep_what_is_deleted_already() -> None:
-    """Its bytes are still removed, whoever has pinned it in another domain."""
+    """Its bytes are still removed, even if another domain has a pin."""
     base = save(1, domains=("A", "B"))
     views = {"A": in_order(base, Pin("s1")), "B": in_order(base, Delete("s1", G1))}
     assert reason_to_keep("s1", views, (Cause.PINNED,)) is None

@@ -1,14 +1,14 @@
-"""The invariants over whole states: the oracle's reading against what lies on the disks.
+"""The invariants over whole states: the oracle's reading against what is on the disks.
 
     I1  an acknowledged save is committed, and every committed, undeleted save is whole where our
         readers look: in attempts/, else in the step directory
     I2  a reader got one save, whole, and found a live one
     I4  a stock reader sees a committed whole save or nothing
     I7  after a recovery that ended, nothing older is unsettled, and the newest live save of every
-        name is projected; where nobody recovers, what was finished is projected when all is over
+        name is projected; where no owner recovers, what was finished is projected when all is over
     I8  when all is over, the newest fence's holder is ready, or gave it back
-    I10 a newcomer that takes no run from its owner fences only what nobody holds
-    I11 of a save that the log has as removed by hand nothing lies there
+    I10 a newcomer that takes no run from its owner fences only what has no holder
+    I11 of a save that the log has as removed by hand nothing is there
     C   the code's own fold, catalog and latest agree with the oracle
 
 Windows that protocol.md documents: a deleted but whole save before its removal; ``late-put``: on
@@ -83,7 +83,7 @@ class Judge:
     # -- entry points -----------------------------------------------------------------------
 
     def state(self, disks: Sequence[Disk], facts: frozenset[Any], *, quiet: bool) -> list[str]:
-        """What is wrong with a state in which every process may have stopped for ever."""
+        """What is wrong with a state in which every process may have stopped forever."""
         key = (tuple(d.number for d in disks), facts, quiet)
         bad = self._states.get(key)
         if bad is None:
@@ -107,7 +107,7 @@ class Judge:
         reading = self.reading(disks)
         top = max(reading.fences.values())
         if top in self._held():
-            # Nobody recovered anything: what was finished is to be seen all the same.
+            # No owner recovered anything: what was finished is to be seen all the same.
             by_name = dict(zip(self._domains, disks, strict=True))
             mine = [reading.saves[save_id] for save_id in reading.live]
             done = [s for s in mine if all(("finished", s.save_id, d) in told for d in s.domains)]

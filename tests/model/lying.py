@@ -1,4 +1,4 @@
-"""What lies on a disk before a scenario begins: log entries, saves in their step or on their way."""
+"""What is on a disk before a scenario begins: log entries, saves in their step or on their way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def committed_disk(
     foreign: Mapping[str, bytes] | None = None,
     trash: bool = True,
 ) -> Disk:
-    """A disk with these log entries, saves that lie in their step, and saves still in attempts/."""
+    """A disk with these log entries, saves in their step, and saves still in attempts/."""
     files: Files = {}
     if shape is Shape.FILESYSTEM:
         for key in (".ckptfs", ".ckptfs/log", ".ckptfs/tmp", ".ckptfs/attempts"):

@@ -110,7 +110,7 @@ def _lasts(value: Any) -> bool:
 
 
 def forget() -> None:
-    """Let go of the values that earlier machines met; no machine may be in use."""
+    """Drop the values that earlier machines met; no machine may be in use."""
     _KNOWN.clear()
     _NUMBERS.clear()
 
@@ -255,8 +255,8 @@ class Machine:
         return program
 
     def ends(self) -> dict[str, int]:
-        """How the program may end, and in how many local states: a scenario whose processes never
-        come to their point proves nothing.
+        """How the program may end, and in how many local states: a scenario with processes that never
+        reach their point proves nothing.
         """
         counts: dict[str, int] = {}
         for value in self._values.values():

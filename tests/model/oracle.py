@@ -1,21 +1,21 @@
-"""The oracle: what a set of run logs means, written anew and small enough to be believed.
+"""The oracle: what a set of run logs means, written again and small enough to be believed.
 
-A save of parts is sealed by its home alone, and by nobody else; the same seal in another domain is
-told there, after the home's, and decides nothing. A part is promised from its entry on; the promise
+A save of parts is sealed by its home alone, and by no other; the same seal in another domain is
+recorded there, after the home's, and decides nothing. A part is promised from its entry on; the promise
 is kept until its home aborts or deletes the whole, commits it with another, or can never commit it.
 
 Nothing here comes from ``ckptfs.commit``: entries are plain JSON objects. One rule reads the logs,
 
-    sealed in d     a seal lies in d's log and no abort of the save lies before it
+    sealed in d     a seal is in d's log and no abort of the save is before it
     committed       sealed in every domain that the seal lists
-    deleted         a delete lies in any of them, after its seal
+    deleted         a delete is in any of them, after its seal
     superseded      a later commit of the same name exists, deleted or not
-    hidden          an overwriting fence lies after the seal, and it is the newest fence of that log
+    hidden          an overwriting fence is after the seal, and it is the newest fence of that log
                     or something was committed under it
     live            committed, and none of the last three
     order           (base, seq, unfenced, position in the lowest listed domain)
 
-and the judgements compare two of its readings, or a reading with what lies on the disks.
+and the judgements compare two of its readings, or a reading with what is on the disks.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _fences(log: Log) -> list[tuple[int, Gen, bool]]:
 
 
 def robbed(log: Log, polite: frozenset[Gen]) -> list[str]:
-    """I10: a newcomer that takes no run from its owner fenced only what nobody held."""
+    """I10: a newcomer that takes no run from its owner fenced only what had no holder."""
     bad = []
     owner: Gen | None = None
     newest: Gen = (0, "")

@@ -1,9 +1,9 @@
 """Checkpoints of several parts in the search: what they consist of, and who writes and commits them.
 
 driver       begins a ticket in home, waits for all parts, commits or abandons it
-driver_again the same of a name that is taken: where nothing lies there the logs record that first
+driver_again the same of a name that is taken: where nothing is there the logs record that first
 part_saver   one owner's part of one part, as PartAttempt drives it
-heeder       what Decision.publish, or the next part's save, does in a domain
+``heeder``   what Decision.publish, or the next part's save, does in a domain
 part_reader  reads one part wherever its log says that it is committed
 """
 

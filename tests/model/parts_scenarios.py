@@ -66,7 +66,7 @@ def parts_shared_two() -> Scenario:
 
 
 def parts_remote() -> Scenario:
-    """The part lies in B, which the driver does not reach; N publishes there, R reads there."""
+    """The part is in B, which the driver does not reach; N publishes there, R reads there."""
     w = whole("sss", ("ppp", "p", B))
     return Scenario(
         "parts-remote",
@@ -83,7 +83,7 @@ def parts_remote() -> Scenario:
 
 
 def parts_remote_restart() -> Scenario:
-    """P2 takes the home over and gives a new ticket, whose word reaches B."""
+    """P2 takes the home over and gives a new ticket; its word reaches B."""
     w = whole("sss", ("ppp", "p", B))
     return Scenario(
         "parts-remote-restart",
@@ -147,7 +147,7 @@ def parts_two_places() -> Scenario:
 
 
 def parts_over_both() -> Scenario:
-    """One part whose group spans home and B; P2 reaches B only, P3 both."""
+    """One part of a group that spans home and B; P2 reaches B only, P3 both."""
     w = whole("sss", ("ppp", "p", AB))
     return Scenario(
         "parts-over-both",
@@ -179,7 +179,7 @@ def parts_abandoned() -> Scenario:
 
 
 def parts_deleted() -> Scenario:
-    """Committed, not told to B, deleted at home: the word from before the delete and the one after
+    """Committed, not recorded in B, deleted at home: the word from before the delete and the one after
     it reach B at once.
     """
     w = whole("sss", ("ppp", "p", B))

@@ -70,7 +70,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Hear:
-    """Blocks until every one of ``facts`` was told, and replies with the last one's value; or until
+    """Blocks until every one of ``facts`` was sent, and replies with the last one's value; or until
     any one of ``unless``, and replies False.
     """
 
@@ -80,14 +80,14 @@ class Hear:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """Blocks until nobody has the turn, and takes it."""
+    """Blocks until no other has the turn, and takes it."""
 
     turn: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Gives the turn to whoever comes next."""
+    """Gives the turn to the next one."""
 
     turn: str
 
@@ -132,7 +132,7 @@ class What:
         return f"data of {self.save_id} in {domain}".encode()
 
     def small(self) -> dict[str, bytes]:
-        """The files that lie beside the manifest."""
+        """The files next to the manifest."""
         files = {} if self.artifact is Kind.DIRECTORY else {".metadata": self.metadata}
         listed = tuple(
             FileRecord(self.data_path(d), len(self.data(d)), domain=d) for d in self.domains
@@ -232,7 +232,7 @@ def _answers(ops: Sequence[Any]) -> Steps:
 
 
 def in_turns(domain: str, program: Generator[Any, Any, Any]) -> Steps:
-    """Run a program as ``take_turns`` does, beside another thread of the same process."""
+    """Run a program as ``take_turns`` does, next to another thread of the same process."""
     yield domain, Enter(domain)
     program = one_by_one(program)
     failure: Exception | None
@@ -351,7 +351,7 @@ def _save(
     yield domain, Tell(("finished", what.save_id, domain))
     if what.removes and expected is not None:
         state = yield from on(domain, catch_up())
-        # Whoever overtook this one before it was projected may not have projected its own yet.
+        # One that overtook this one before it was projected may not have projected its own yet.
         if state.generation == base and (yield from _shows(what, domain)):
             yield from on(domain, remove_unheld(expected, means.held_by(base), state))
     return "committed"
@@ -401,7 +401,7 @@ def clearer(gen: Generation, after: What, caps: Capabilities) -> Steps:
 
 
 def retirer(gen: Generation, name: str, caps: Capabilities, *, turns: bool = True) -> Steps:
-    """What retention does beside the next saves: the entry, and the bytes by a thread of its own.
+    """What retention does during the next saves: the entry, and the bytes by a thread of its own.
 
     turns: the saves are of the same process; else of another one that has the same generation.
     """
@@ -423,12 +423,12 @@ def retirer(gen: Generation, name: str, caps: Capabilities, *, turns: bool = Tru
 
 
 def remover(who: str, gen: Generation, name: str, caps: Capabilities) -> Steps:
-    """Removes a save by name, fencing nobody; the run is free since ``gen``."""
+    """Removes a save by name, without a fence; the run is free since ``gen``."""
     means = Means("A", caps, ids(who))
     state = yield from on("A", catch_up())
     for save in list(state.saves.values()):
         ours = save.seal is not None and save.seal.name == name
-        # One that is deleted already is its deleter's: whoever goes on with it fences first.
+        # One that is deleted already is its deleter's: a process that continues it fences first.
         if ours and not (save.aborted or save.gone or save.deleted):
             assert save.seal is not None
             yield from on("A", remove_unheld(save.seal, means.held_by(gen), state))
@@ -470,7 +470,7 @@ def person(name: str, domain: str = "A", first: tuple[str, ...] = ()) -> Steps:
 
 
 def saver_again(what: What, spec: Holder) -> Steps:
-    """A plain save of a name that is taken, as Attempt makes it: where nothing lies there it claims the
+    """A plain save of a name that is taken, as Attempt makes it: where nothing is there it claims the
     run, records the removal, and saves as ``what``, of that generation.
     """
     own = ids(f"again-{what.save_id}")
@@ -497,7 +497,7 @@ def saver_again(what: What, spec: Holder) -> Steps:
 
 
 def saver_replacing(what: What, spec: Holder) -> Steps:
-    """A save that may replace and holds no run, as Attempt makes it. A name that nobody knows it saves
+    """A save that may replace and holds no run, as Attempt makes it. A name that is not known it saves
     plainly; one that is taken it saves under a claim; where it is taken while it is written, the claim comes
     then, spares what was written, and that is sealed.
     """
@@ -566,7 +566,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Speak:
-    """The holder tells what its home says, as a new ticket does."""
+    """The holder says what its home says, as a new ticket does."""
 
     name: str = "new"
 

@@ -239,7 +239,7 @@ def replace_at_once() -> Scenario:
 
 
 def swap_two() -> Scenario:
-    """a is there, nobody holds the run; U and V both swap their own save for a; P2 prepares; R reads."""
+    """a is there, no one holds the run; U and V both swap their own save for a; P2 prepares; R reads."""
     a, u, v = What("aaa", gen=G1), What("uuu", swaps=True), What("vvv", swaps=True)
     whats = _saves(a, u, v)
     return _one(
@@ -273,7 +273,7 @@ def swap_removes() -> Scenario:
 
 
 def swap_neighbour() -> Scenario:
-    """U swaps its own save for a and removes that, while N saves another name: nobody is fenced."""
+    """U swaps its own save for a and removes that, while N saves another name: no one is fenced."""
     a, u = What("aaa", gen=G1), What("uuu", swaps=True, removes=True)
     n = What("nnn", name="s2")
     return _one(
@@ -333,7 +333,7 @@ def swap_beside_delete() -> Scenario:
 
 
 def replace_siblings() -> Scenario:
-    """U and V may replace, and save names that nobody has, at once: neither claims the run."""
+    """U and V may replace, and save names that are free, at once: neither claims the run."""
     u, v = What("uuu"), What("vvv", name="s2")
     return _one(
         "replace-siblings",
@@ -348,7 +348,7 @@ def replace_siblings() -> Scenario:
 
 
 def replace_taken_meanwhile() -> Scenario:
-    """U and V may replace, and save one name that nobody has at their begin; who is second claims the run
+    """U and V may replace, and save one name that is free at their begin; who is second claims the run
     then, and seals what it has written. R reads.
     """
     u, v = What("uuu", fine=True), What("vvv")
@@ -472,7 +472,7 @@ def delete_while_plain_save() -> Scenario:
 
 
 def delete_unfenced() -> Scenario:
-    """Two remove a by its name under a generation that nobody holds; a plain save takes the name as
+    """Two remove a by its name under a generation without a holder; a plain save takes the name as
     soon as it is free; P2 recovers.
     """
     a, u = What("aaa", gen=G1), What("uuu")
@@ -491,7 +491,7 @@ def delete_unfenced() -> Scenario:
 
 
 def delete_unfenced_late() -> Scenario:
-    """D and E look at a run that nobody holds. D stalls anywhere in its removal, and E before its own
+    """D and E look at a run without a holder. D stalls anywhere in its removal, and E before its own
     until P2 has fenced: E must not give D a trash again.
     """
     a = What("aaa", gen=G1)
@@ -645,7 +645,7 @@ def removed_by_hand() -> Scenario:
 
 
 def taken_while_it_moves() -> Scenario:
-    """W commits a and stalls anywhere in its projection; U finds the name taken. Nobody removes anything, so
+    """W commits a and stalls anywhere in its projection; U finds the name taken. Nothing is removed, so
     nothing may be recorded as removed.
     """
     a, u = What("aaa"), What("uuu", gen=G2)
@@ -751,7 +751,7 @@ def retired_beside() -> Scenario:
 
 
 def retired_beside_session() -> Scenario:
-    """As retired-beside, but the save is made by another process of the same generation, which takes no
+    """As ``retired-beside``, but the save is made by another process of the same generation, which takes no
     turns with the removal.
     """
     return _beside_session("retired-beside-session")
@@ -915,7 +915,7 @@ def two_domains_partial_then_both() -> Scenario:
 def _both_sealed(
     what: What, order: tuple[str, ...] = AB, expected: Seal | None = None
 ) -> Generator[Any, Any, Any]:
-    """The end of a save over two domains whose data lies ready: seal, seal, finish, finish; or, when
+    """The end of a save over two domains with its data ready: seal, seal, finish, finish; or, when
     one of them refuses, undo, undo, record. expected: what it swaps itself for.
     """
     base, seq = G1, 1
@@ -1017,7 +1017,7 @@ def two_domains_conflict() -> Scenario:
 
 
 def swap_two_domains() -> Scenario:
-    """U and V both swap their own save for a, which lies in two domains, and seal these in opposite orders;
+    """U and V both swap their own save for a, which is in two domains, and seal these in opposite orders;
     both may have to give up. P2 prepares.
     """
     a = What("aaa", gen=G1, domains=AB)
@@ -1182,7 +1182,7 @@ def object_delete() -> Scenario:
 
 
 def object_cleared_beside() -> Scenario:
-    """W replaced a by b and saved n, whose clearing dooms a and runs beside W's next replacement."""
+    """W replaced a by b and saved n; its clearing dooms a and runs during W's next replacement."""
     a = What("aaa", gen=G1, caps=OBJECT)
     b = What("bbb", gen=G1, caps=OBJECT, replace=True)
     n = What("nnn", name="s2", gen=G1, caps=OBJECT, clears=False)

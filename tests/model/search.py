@@ -190,7 +190,7 @@ class _World:
             answers = [Outcome("", self.disks[state.disks[0]], None)]
         elif isinstance(op, Hear):
             told = dict(facts)
-            # Both may hold by the time it is asked; what ranks are told was set once.
+            # Both may hold by the time it is asked; what ranks learn was set once.
             at, here = 0, self.disks[state.disks[0]]
             if any(f in told for f in op.unless):
                 answers = [Outcome("", here, False)]  # noqa: FBT003
@@ -228,7 +228,7 @@ class _World:
     def _rush(
         self, machine: Machine, node: int, disks: tuple[int, ...], facts: frozenset[Any]
     ) -> tuple[int, tuple[int, ...], frozenset[Any]]:
-        """Take the operations that nobody else can see."""
+        """Take the operations that no other can see."""
         while (waiting := machine.op(node)) is not None:
             domain, op = waiting
             if isinstance(op, Tell):

@@ -1,4 +1,4 @@
-"""The search's own parts can be trusted: processes are told apart, the model disk is a disk."""
+"""The search's own parts can be trusted: processes are distinguished, the model disk is a disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _looper(items: tuple[str, ...]) -> Generator[Any, Any, str]:
 
 
 def test_a_running_loop_is_part_of_the_local_state() -> None:
-    """Equal locals at one line of code are two states when the loop's iterator stands elsewhere."""
+    """Equal locals at one line of code are two states when the loop's iterator is elsewhere."""
     machine = Machine("m", lambda: _looper(("a", "b", "c")))
     second = machine.step(machine.start, "x")
     third = machine.step(second, "x")
@@ -130,7 +130,7 @@ def test_rename_of_a_directory_takes_only_an_empty_target() -> None:
     "op", [Rename("x", "y"), Rename("a", "no/b"), Write("no/f", b""), Create("no/f", b"", "s")]
 )
 def test_missing_sources_and_parents_are_not_found(op: Op) -> None:
-    """ENOENT for a missing source and for a target whose parent is missing."""
+    """ENOENT for a missing source and for a target with a missing parent."""
     disk, _ = run(Disk.of({}), MakeDir("a"))
     after, reply = run(disk, op)
     assert isinstance(reply, Failed)

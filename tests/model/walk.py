@@ -64,7 +64,7 @@ class Walk:
         return sorted(n for n in self._running if self._answers(n, faults=False))
 
     def crash(self, name: str) -> None:
-        """A process dies where it stands."""
+        """A process dies where it is."""
         del self._running[name]
         self._died.add(name)
         self.trace.append(f"{name}  dies")
@@ -75,7 +75,7 @@ class Walk:
             pass
 
     def step(self, name: str, choose: Callable[[int], int]) -> bool:
-        """One operation, with the answer that ``choose`` picks; False when it cannot go on."""
+        """One operation, with the answer that ``choose`` picks; False when it cannot continue."""
         if name not in self._running:
             return False
         answers = self._answers(name, faults=True)
@@ -145,7 +145,7 @@ class Walk:
         except StopIteration as stop:
             self.trace.append(f"{name}  ended: {stop.value}")
         except AnswerLostError as error:
-            # Replace and the like are not repeated by whoever only wanted to tidy up.
+            # Replace and the like are not repeated by one that only wanted to tidy up.
             self._died.add(name)
             self.trace.append(f"{name}  gave up: {error}")
         else:
@@ -154,7 +154,7 @@ class Walk:
     def _look(self, before: Mapping[str, Disk]) -> None:
         was = [before[d] for d in sorted(before)]
         now = [self.disks[d] for d in sorted(self.disks)]
-        # "idle" was told at the end of a claim or an act; the holder may have begun another since.
+        # "idle" was reported at the end of a claim or an act; the holder may have begun another since.
         facts = frozenset(
             (fact, value)
             for fact, value in self.facts.items()

@@ -20,7 +20,7 @@ in a process of its own (``ranks.kill_store()``). Ranks are forked from one proc
 torch once (30 ms each instead of 2 s); ``warm=False`` and ``prefix=`` start real interpreters. With
 ``warm=True`` and the prefix of a ``Node`` (tests/lab/nodes.py) one such process lives there.
 ``torchrun(body, n)`` runs the same bodies under the real launcher and returns the same results; with
-``warm=True`` its agents and their workers are forked as well, and nobody imports torch.
+``warm=True`` its agents and their workers are forked as well, and none imports torch.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ CLONE_NEWNS = 0x20000
 
 
 def mount_privately() -> None:
-    """What this process mounts from here on, nobody else sees. To be called before it starts threads.
+    """What this process mounts from here on, no other process sees. To be called before it starts threads.
 
     OSError where the kernel allows no mount namespace; root is needed.
     """
@@ -288,7 +288,7 @@ class _Process:
     def signal(self, number: int) -> None:
         told = self.find("pid")
         if told and not self.ended and self.prefix:
-            # It told its number in its own pid namespace; here that is somebody else's.
+            # It gave its number in its own pid namespace; here that is somebody else's.
             words = [*self.prefix, "kill", f"-{int(number)}", str(told["pid"])]
             subprocess.run(words, check=False, stderr=subprocess.DEVNULL)
         elif told and not self.ended:
@@ -297,7 +297,7 @@ class _Process:
 
 
 def _stop(process: _Process) -> None:
-    """SIGSTOP. A thread that runs on another core goes on until the kernel comes to it: wait for all."""
+    """SIGSTOP. A thread that runs on another core runs until the kernel comes to it: wait for all."""
     process.signal(signal.SIGSTOP)
     told = process.find("pid")
     if told is None or process.prefix or not Path("/proc/self/task").exists():
@@ -350,7 +350,7 @@ class Ranks:
     def stay_without(self, event: str, *, rank: int | None = None, for_s: float) -> None:
         """Assert that one rank (None: every rank) neither says ``event`` nor ends for so long.
 
-        Nobody's stacks are dumped, as an expected ``wait`` that fails would: the dump reads the
+        No stacks are dumped, as an expected ``wait`` that fails would: the dump reads the
         frames of threads that run, and a rank that is to live on may crash of it.
         """
         chosen = self._processes if rank is None else [self._processes[rank]]
@@ -381,7 +381,7 @@ class Ranks:
         self._processes[rank].signal(signal.SIGKILL)
 
     def freeze(self, rank: int) -> None:
-        """SIGSTOP; returns when it stands still."""
+        """SIGSTOP; returns when it is stopped."""
         _stop(self._processes[rank])
 
     def thaw(self, rank: int) -> None:
@@ -394,7 +394,7 @@ class Ranks:
         self._store_host.signal(signal.SIGKILL)
 
     def freeze_store(self) -> None:
-        """SIGSTOP the process that hosts the store (``store="apart"``); returns when it stands still."""
+        """SIGSTOP the process that hosts the store (``store="apart"``); returns when it is stopped."""
         assert self._store_host
         _stop(self._store_host)
 
@@ -731,7 +731,7 @@ def _torchrun_words(nproc_per_node: int, nnodes: int, port: int, max_restarts: i
 
 
 def _agent(rank: Rank) -> None:
-    """torchrun, in a process that has imported torch; it forks its workers, which run this file anew."""
+    """torchrun, in a process that has imported torch; it forks its workers, which run this file again."""
     from torch.distributed.run import main
 
     main(rank.args["words"])

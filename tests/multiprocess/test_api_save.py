@@ -1,7 +1,7 @@
 """ckptfs.save and ckptfs.load by 2, 4 and 8 real ranks: every sharding, every way to fail together.
 
 round trips   save on n ranks, load on m with another mesh; 0.5 GB on eight ranks
-together      what one rank meets is the same error on all; the old checkpoint stands
+together      what one rank meets is the same error on all; the old checkpoint stays
 alone         the user's group is never used: it may be busy, broken or of any backend
 """
 
@@ -25,7 +25,7 @@ BIG_BYTES = 1 << 29
 
 
 def sharded(rows: int, columns: int, seed: int, mesh_shape: list[int], placements: str) -> Any:
-    """A DTensor whose every element tells where it is; no rank ever holds the whole.
+    """A DTensor with elements that say where they are; no rank ever holds the whole.
 
     placements: "0", "1" or "r" for each dimension of the mesh.
     """
@@ -93,7 +93,7 @@ def same(got: dict[str, Any], expected: dict[str, Any], *, own: bool) -> bool:
 
 
 def save_it(rank: Rank) -> dict[str, Any]:
-    """Save, load back on the same ranks; what the result told."""
+    """Save, load back on the same ranks; what the result said."""
     import ckptfs
 
     rank.init_group()
@@ -210,7 +210,7 @@ def different_uris(rank: Rank, run: str) -> Any:
 
 
 def different_values(rank: Rank, run: str) -> Any:
-    """A seed that differs by rank, unasked; then asked."""
+    """A seed that differs by rank, by default; then on request."""
     import ckptfs
 
     state = {"lr": 0.5, "own": {"seed": rank.number // 2}}
@@ -334,7 +334,7 @@ def saves_beside_training(rank: Rank, run: str) -> Any:
             for step in range(3):
                 result = ckptfs.save(states[step], f"{run}/step_{step}")
                 saved.append(result.step)
-        except BaseException as error:  # noqa: BLE001 - told by the main thread
+        except BaseException as error:  # noqa: BLE001 - raised by the main thread
             errors.append(repr(error))
         finally:
             done.set()
@@ -411,7 +411,7 @@ def round_trip(
     loaded_as: tuple[int, list[int], str],
     shape: tuple[int, int],
 ) -> list[Any]:
-    """Save and load on some ranks, load on others; what the results told."""
+    """Save and load on some ranks, load on others; what the results said."""
     common = {"uri": str(tmp_path / "run" / "step_40"), "rows": shape[0], "columns": shape[1]}
     mesh, placements = saved_as
     with launch(save_it, size, args={**common, "mesh": mesh, "placements": placements}) as ranks:
@@ -420,7 +420,7 @@ def round_trip(
     assert [v["ranks"] for v in values] == [size] * size
     assert len({v["save_id"] for v in values}) == 1
     assert len({v["total"] for v in values}) == 1
-    # Replicated shards and plain leaves are written once: what lies there is what was counted.
+    # Replicated shards and plain leaves are written once: what is there is what was counted.
     data = list((tmp_path / "run" / "step_40" / values[0]["save_id"]).glob("__*"))
     assert (
         sum(f.stat().st_size for f in data) == values[0]["total"] == sum(v["mine"] for v in values)

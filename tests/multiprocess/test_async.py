@@ -272,13 +272,13 @@ def test_n4_a_writer_thread_that_raises_on_one_of_four_ranks_is_seen_on_all_four
             "next": ["step_1", "step_3"],
             "left": [],
         }, result.error or result.value
-        assert "step_2 failed: " in result.log  # nobody has to ask
+        assert "step_2 failed: " in result.log  # no call has to ask
 
 
 def test_a_rank_that_cannot_stage_fails_the_save_on_all(tmp_path: Path) -> None:
     """A leaf that cannot be saved, and no host memory, on one rank: its call returns like the others',
     with its own error in ``staged`` and the common one in ``committed``; the next save works. Ranks
-    that disagree, on a leaf, a tensor or the URI, are told so as in ``save``.
+    that disagree, on a leaf, a tensor or the URI, get the error of ``save``.
     """
     with launch(one_cannot_stage, 3, args={"run": str(tmp_path / "run")}) as ranks:
         found = ranks.values()

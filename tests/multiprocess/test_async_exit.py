@@ -1,7 +1,7 @@
 """The interpreter ends while a save is under way: it is finished, or cleanly abandoned; never a hang.
 
 In every scenario the storage holds back each rank's data file, so the save is under way for sure; it is
-let go, or not, by the first function that runs at exit.
+released, or not, by the first function that runs at exit.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def leaves(rank: Rank) -> str:
 
 
 def let_go(pending: ckptfs.PendingSave, gate: str, how: str) -> None:
-    """Runs before anything of ckptfs at exit: the save is under way, and goes on from here."""
+    """Runs before anything of ckptfs at exit: the save is under way, and continues from here."""
     assert not pending.done()
     wait_for(gate)
     if how == "no threads":

@@ -217,7 +217,7 @@ def two_groups(rank: Rank) -> object:
 
 @contextlib.contextmanager
 def behind_a_relay(base: Path) -> Iterator[tuple[Ranks, Relay]]:
-    """Ranks of ``many_calls`` whose store is behind a relay; they have made their first call."""
+    """Ranks of ``many_calls`` with a store behind a relay; they have made their first call."""
     server = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     with Relay(server.port) as relay:
         args = {"port": relay.port, "base": str(base)}

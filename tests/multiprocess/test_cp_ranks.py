@@ -1,4 +1,4 @@
-"""``torchrun ... -m ckptfs cp``: every node brings what lies on its disk, without a process group."""
+"""``torchrun ... -m ckptfs cp``: every node brings what is on its disk, without a process group."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_ranks_meet_over_the_store_wherever_it_is_hosted(store: str) -> None:
 
 
 def test_killed_rank_is_seen_as_died_and_others_are_released() -> None:
-    """kill() ends one rank only; the others go on when released."""
+    """kill() ends one rank only; the others continue when released."""
     with launch(wait_to_be_killed, 3, store="none") as ranks:
         assert ranks.wait("ready", rank=1)["number"] == 1
         ranks.kill(1)
@@ -92,7 +92,7 @@ def test_bodies_run_under_torchrun_with_two_agents() -> None:
 
 
 def test_a_body_that_fails_under_torchrun_ends_the_job_with_its_error() -> None:
-    """Also where agents and workers are forked: nobody waits for what a dead worker returns."""
+    """Also where agents and workers are forked: no one waits for what a dead worker returns."""
     results = torchrun(fail, 1, nnodes=1, warm=True)
     assert [r.error_type for r in results] == ["ValueError"], results[0].log[-3000:]
     assert "rank 0 fails" in str(results[0].error)

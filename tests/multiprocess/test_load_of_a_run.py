@@ -1,6 +1,6 @@
 """``ckptfs.load(run=held)``: the ranks talk through the control plane of a run that they hold.
 
-together   a rank that died between the two calls is named at once; a save goes on in the background
+together   a rank that died between the two calls is named at once; a save continues in the background
 alone      any checkpoint, also when somebody else owns the run by now; nothing once it was released
 """
 
@@ -16,7 +16,7 @@ import ckptfs
 from ckptfs.errors import StateError
 from tests.multiprocess.harness import Rank, launch
 
-SILENCE_S = 600.0  # far beyond what a test waits: nobody is named by silence
+SILENCE_S = 600.0  # far beyond what a test waits: no rank is named by silence
 
 
 def state_of(rank: int, step: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def state_of(rank: int, step: int) -> dict[str, Any]:
 
 
 def save_and_drain(rank: Rank) -> dict[str, Any]:
-    """One job: drain what is left, save, drain; what it was told."""
+    """One job: drain what is left, save, drain; what it reported."""
     from ckptfs.events import CopyFailed, Event
     from ckptfs.replication.copier import gather
     from ckptfs.replication.tiers import Copier, copies_of

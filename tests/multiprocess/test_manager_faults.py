@@ -1,7 +1,7 @@
 """What becomes of a manager's run when something breaks: real processes, real signals.
 
 Each test is a row of docs/howto/what-happens-when.md. A first job meets its fault in the middle of a
-save; what it told and what the next one finds is what counts.
+save; what it reported and what the next one finds is what counts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DiesWhenAsked:
 
 
 class Lives(DiesWhenAsked):
-    """The same on a rank that goes on."""
+    """The same on a rank that lives on."""
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing in it."""
@@ -69,7 +69,7 @@ class Lives(DiesWhenAsked):
 
 
 def train(rank: Rank) -> Any:
-    """Restore, save ``steps`` steps as told by the arguments, tell each call's outcome."""
+    """Restore, save ``steps`` steps as the arguments say, report each call's outcome."""
     from ckptfs.manager.manager import CheckpointManager
 
     rank.init_group()
@@ -161,7 +161,7 @@ def test_n4_latest_moves_with_the_commit_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a save is being written, and while it is being sealed, latest is the one before; nothing
-    is deleted; tensors that change meanwhile change nothing.
+    is deleted; tensors that change in that time change nothing.
     """
     import torch
 
@@ -204,7 +204,7 @@ def _await(path: Path, timeout_s: float = 120.0) -> None:
 
 
 def test_a_rank_dies_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    """While its state is staged, while it writes, and just after it sealed: the other is told who died
+    """While its state is staged, while it writes, and just after it sealed: the other learns who died
     and ends by itself; the next job restores the old checkpoint, or the new one once it was sealed,
     and nothing of any attempt is left.
     """
@@ -228,7 +228,7 @@ def _was_told(end: Result, victim: int) -> None:
     assert not end.died, end.log
     assert end.error is None, end.error
     kind, ranks, text = next(told for told in end.value[1:] if told != "done")
-    # Lost while it sealed: whether the seal lies there, the next call finds out.
+    # Lost while it sealed: whether the seal is there, the next call finds out.
     assert (kind, ranks) in [("CollectiveError", [str(victim)]), ("CommitInDoubtError", [])]
     assert f"rank {victim} " in text
 
@@ -247,7 +247,7 @@ def test_a_rank_that_stands_still_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_rank_that_stands_still_for_too_long_is_named(tmp_path: Path) -> None:
     """After timeout_s of silence the others get a DeadlineError that names it; nothing is committed;
-    when it wakes it is told too.
+    when it wakes it gets the error too.
     """
     run, gate = tmp_path / "run", tmp_path / "gate"
     faults = {1: f"hold={gate}:write:*__1_0.distcp:1"}
@@ -267,7 +267,7 @@ def test_a_rank_that_stands_still_for_too_long_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_the_control_plane_is_lost_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    """The process that hosts the store dies: every rank gets an error and ends, nobody hangs."""
+    """The process that hosts the store dies: every rank gets an error and ends, none hangs."""
     run, gate = tmp_path / "run", tmp_path / "gate"
     faults = {1: f"hold={gate}:write:*__1_0.distcp:1"}
     with job(run, faults=faults, steps=1, t=5, store="apart") as ranks:
@@ -375,7 +375,7 @@ def test_a_dead_owner_is_taken_over_without_a_person(tmp_path: Path) -> None:
 
 
 def come_again(rank: Rank) -> Any:
-    """Under torchrun: one rank dies in the first incarnation's second save; the next one goes on."""
+    """Under torchrun: one rank dies in the first incarnation's second save; the next one continues."""
     import torch.distributed as dist
 
     from ckptfs.manager.manager import CheckpointManager
@@ -420,7 +420,7 @@ def test_torchrun_restarts_the_job_and_it_goes_on_by_itself(tmp_path: Path) -> N
 def test_a_clock_that_jumps_decides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wall clock goes back by years between two jobs: latest, retention and takeover are as ever."""
+    """The wall clock goes back by years between two jobs: latest, retention and takeover work as before."""
     import datetime as dt
 
     import torch

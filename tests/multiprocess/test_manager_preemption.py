@@ -82,7 +82,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def test_sigterm_to_one_rank_under_torchrun(tmp_path: Path) -> None:
-    """One rank of two is told: both save the same step soon after it, and end with exit code 0."""
+    """One rank of two gets the signal: both save the same step soon after it, and end with exit code 0."""
     args = {"uri": str(tmp_path), "victim": "rank", "mode": "sync"}
     results = torchrun(train, 2, args=args, warm=True)
     values = [r.value for r in results]
@@ -200,7 +200,7 @@ def fails(rank: Rank) -> dict[str, Any]:
 
 
 def test_a_save_on_failure_needs_all_ranks_in_time(tmp_path: Path) -> None:
-    """Whoever came gives up, the late one is told, nothing is written; with all there, it is made,
+    """The ranks that came give up, the late one gets the error, nothing is written; with all there, it is made,
     and is never the latest.
     """
     with launch(fails, 3, args={"uri": str(tmp_path)}) as ranks:

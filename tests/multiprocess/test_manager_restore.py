@@ -114,7 +114,7 @@ def save_state(uri: str, step: int, state: Any) -> None:
 
 
 def restore_state(uri: str, state: Any, **request: Any) -> Any:
-    """What a restore tells: step and skipped, or the error."""
+    """What a restore reports: step and skipped, or the error."""
     from ckptfs.errors import CkptfsError
     from ckptfs.manager.restore import restore
     from ckptfs.manager.restore_candidates import RestoreRequest
@@ -265,7 +265,7 @@ def test_a_training_state_comes_back_on_other_ranks(
 def test_row_15_every_real_rank_gets_its_own_state(
     saved: dict[str, Any], restored: list[dict[str, Any]]
 ) -> None:
-    """Every rank's RNG and data position lie in the one commit; on as many ranks they come back, on
+    """Every rank's RNG and data position are in the one commit; on as many ranks they come back, on
     others the error says what would be unused, and drop or a hook decides.
     """
     for number, told in enumerate(restored):

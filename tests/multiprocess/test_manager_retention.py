@@ -30,7 +30,7 @@ SAVES = 20
 
 
 def disk(base: str, node: str) -> str:
-    """Where the run lies on a node."""
+    """Where the run is on a node."""
     return f"{base}/{node}/run"
 
 
@@ -49,13 +49,13 @@ def holders(run: str) -> int:
 
 
 def attempts(run: str) -> list[str]:
-    """What lies in attempts/ of a disk."""
+    """What is in attempts/ of a disk."""
     path = f"{run}/.ckptfs/attempts"
     return os.listdir(path) if os.path.isdir(path) else []
 
 
 def trash(run: str) -> list[str]:
-    """What lies in trash/ of a disk, one level below the generations."""
+    """What is in trash/ of a disk, one level below the generations."""
     path = f"{run}/.ckptfs/trash"
     generations = os.listdir(path) if os.path.isdir(path) else []
     return [f"{g}/{n}" for g in generations for n in os.listdir(f"{path}/{g}")]
@@ -95,7 +95,7 @@ def state_of(rank: Rank, step: int) -> dict[str, Any]:
 
 
 def train(rank: Rank) -> dict[str, Any]:
-    """Go on after the newest step, saving every step; die once if told to."""
+    """Continue after the newest step, saving every step; die once on request."""
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", rank.args.get("restart", "0"))
     faults = rank.args["fault"] if restart == "0" else ""
     with managing(rank, faults, keep_latest=KEEP, mode=rank.args["mode"]) as (manager, plan):
@@ -112,7 +112,7 @@ def train(rank: Rank) -> dict[str, Any]:
     ("mode", "victim", "fault", "most"),
     [
         ("async", 1, "kill-half:write:*__1_0.distcp:10", KEEP + 1),
-        # One disk has sealed a step and nobody knows of it: it is saved again, and what it replaces
+        # One disk has sealed a step and no rank knows of it: it is saved again, and what it replaces
         # goes one commit later.
         ("sync", 0, "kill-after:create:*/log/*:20", KEEP + 2),
     ],

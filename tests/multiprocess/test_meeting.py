@@ -80,8 +80,8 @@ def _meet(store: Any, ranks: list[int], size: int, timeout_s: float) -> dict[int
 
 
 def test_row23_leftovers_of_an_older_run_let_nobody_pass_alone() -> None:
-    """Every key of a whole earlier run is still there; with one rank missing nobody passes, and
-    with all of them everybody does.
+    """Every key of a whole earlier run is still there; with one rank missing none passes, and
+    with all of them all do.
     """
     store = _store()
     assert _meet(_Keeps(store), [0, 1, 2], 3, timeout_s=120.0) == {0: 3, 1: 3, 2: 3}
@@ -215,7 +215,7 @@ def acknowledge_and_die(rank: Rank) -> object:
 
 def test_a_process_that_dies_after_its_answer_is_replaced_by_the_living_one() -> None:
     """Rank 1 answers the offer and dies, its successor says hello before rank 2 has answered: rank 0
-    looks at every hello again before it says "go", and offers anew to the successor.
+    looks at every hello again before it says "go", and repeats the offer to the successor.
     """
     with launch(acknowledge_and_die, 4, args={"ranks": [0, 2, 1, 1], "dies": 2}) as ranks:
         for number in (0, 1, 2):
@@ -260,7 +260,7 @@ class _DiesBetween:
 
 
 def lose_rank_0_between(rank: Rank) -> tuple[int, ...]:
-    """Who was silent; nobody, where this rank met the others."""
+    """Who was silent; none, where this rank met the others."""
     from ckptfs.errors import DeadlineError
 
     store = rank.store()
@@ -284,7 +284,7 @@ def lose_rank_0_between(rank: Rank) -> tuple[int, ...]:
 def test_rank_0_that_dies_in_the_handshake_is_the_one_that_is_blamed(
     operation: str, part: str, blamed: list[int]
 ) -> None:
-    """By all, and not those whose answer it has taken, or who wait for their own welcome."""
+    """By all, and not those that have given it their answer, or who wait for their own welcome."""
     args = {"operation": operation, "part": part}
     with launch(lose_rank_0_between, 4, args=args) as ranks:
         first, *others = ranks.results()
@@ -315,7 +315,7 @@ class _Overhears:
 
 
 def test_ranks_agree_on_a_uri_and_keep_their_credentials() -> None:
-    """Each opens with its own; whoever reaches the store hears of none."""
+    """Each opens with its own; a rank that reaches the store hears of none."""
     from ckptfs.commit.session import agree_uri
 
     heard: list[bytes] = []

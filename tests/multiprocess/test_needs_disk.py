@@ -201,7 +201,7 @@ def _alone(body: Callable[[Rank], object], tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory whose path leaves room in a text of 400 characters; pytest's do not in a deep TMPDIR."""
+    """A directory with a path that leaves room in a text of 400 characters; pytest's do not in a deep TMPDIR."""
     with tempfile.TemporaryDirectory(prefix="ckptfs-") as path:
         yield Path(path)
 
@@ -209,7 +209,7 @@ def short_path() -> Iterator[Path]:
 @needs_root
 def test_a_full_disk_is_named_and_loses_nothing(short_path: Path) -> None:
     """NoSpaceError from data, from the log's own entry, from a claim and from an object; what was
-    committed loads all the while, and once there is room everything goes on.
+    committed loads all the while, and once there is room everything continues.
     """
     seen = _alone(on_a_small_disk, short_path)
     for what in ("data", "log", "claim", "object", "asked"):
@@ -271,7 +271,7 @@ def test_a_read_only_mount_can_be_read_and_says_that_it_cannot_be_written(tmp_pa
 
 
 class Beegfs(Posix):
-    """mkdir of what is there raises, and whoever looks is told for a while that it is not there."""
+    """mkdir of what is there raises, and a look says for a while that it is not there."""
 
     def __init__(self) -> None:
         self.refused = 0

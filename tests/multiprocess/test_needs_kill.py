@@ -1,5 +1,5 @@
-"""kill -9 of one rank of four in the middle of ``ckptfs.save``: the others are told within seconds,
-by name; what was there stays, or the new is whole; four new processes go on.
+"""kill -9 of one rank of four in the middle of ``ckptfs.save``: the others learn it within seconds,
+by name; what was there stays, or the new is whole; four new processes continue.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def assert_told(survivors: list[Result], victim: int, end: str, store: StoreHost
     for value in told:
         assert value.get("after_s", 0) < TOLD_WITHIN_S
         if end == "new":
-            # The seal is there: whoever was not told so must not be told otherwise.
+            # The seal is there: a rank without that answer must not get another one.
             assert "saved" in value or value["outcome"] == "unknown", value
         elif store == "rank0":
             assert value["error"] in ("ControlPlaneLostError", "CommitInDoubtError"), value

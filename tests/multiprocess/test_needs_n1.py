@@ -79,7 +79,7 @@ def _save_all(rank: Rank) -> object:
 
 
 def _change_everything(rank: Rank, run: str) -> object:
-    """Replace a step, then overwrite the run, whose steps hold the driver's objects."""
+    """Replace a step, then overwrite the run; its steps hold the driver's objects."""
     import ckptfs
 
     def replace(held: ckptfs.Run, value: int) -> None:
@@ -139,7 +139,7 @@ def _is_complete(run: str, step: int) -> bool:
 
 
 def objects_of(run: Path) -> dict[str, bytes]:
-    """The driver's objects as they lie there."""
+    """The driver's objects as they are there."""
     return {p.parent.name: p.read_bytes() for p in run.glob("*/data.pt")}
 
 

@@ -148,7 +148,7 @@ class Watching(Plan):
         self.seen: list[tuple[str, str, set[float]]] = []
 
     def begin(self, op: str, key: str) -> Action | None:
-        """Look, then go on."""
+        """Look, then continue."""
         with self._one_at_a_time:
             self.seen.append((op, key, self._look()))
         return super().begin(op, key)
@@ -165,7 +165,7 @@ def open_watched(uri: Any, storage_options: Any) -> FaultyStorage:
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A run whose every storage operation is watched; its URI without the protocol."""
+    """A run with a watch on every storage operation; its URI without the protocol."""
     site = tmp_path / "site"
     (site / "watched-1.dist-info").mkdir(parents=True)
     (site / "watched-1.dist-info" / "METADATA").write_text("Name: watched\nVersion: 1\n")
@@ -211,7 +211,7 @@ def test_row3_while_we_replace_every_moment_has_a_whole_checkpoint(watched: str)
 
 
 class Broken:
-    """A model whose state cannot be taken."""
+    """A model with a state that cannot be taken."""
 
     def state_dict(self) -> dict[str, Any]:
         """Out of memory, say."""

@@ -34,7 +34,7 @@ def _value(text: str) -> Any:
 
 
 def _sharded(rank: Rank, step: int) -> dict[str, Any]:
-    """A tensor over the group's ranks whose elements tell step and place, and one on each rank."""
+    """A tensor over the group's ranks with elements that give step and place, and one on each rank."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -45,7 +45,7 @@ def _sharded(rank: Rank, step: int) -> dict[str, Any]:
 
 
 def group(rank: Rank) -> None:
-    """A worker group: saves, publishes and loads when it is told to, until the test ends it."""
+    """A worker group: saves, publishes and loads on command, until the test ends it."""
     import ckptfs
 
     rank.init_group()
@@ -73,7 +73,7 @@ def group(rank: Rank) -> None:
 
 
 def driver(rank: Rank) -> str:
-    """Outside of every group: begins, saves its own part, commits, and dies where it is told to."""
+    """Outside of every group: begins, saves its own part, commits, and dies where it is asked to."""
     import ckptfs
     from ckptfs.commit.parts.tickets import begin_parts
 
@@ -100,7 +100,7 @@ def driver(rank: Rank) -> str:
 
 @dataclass
 class Stage:
-    """The groups of one test, told what to do one thing after the other."""
+    """The groups of one test, which get their orders one after the other."""
 
     base: Path
     shared: bool
@@ -145,7 +145,7 @@ class Stage:
             yield ranks
 
     def left(self) -> list[str]:
-        """Attempts that lie anywhere."""
+        """Attempts that are anywhere."""
         return [str(p) for p in self.base.rglob("attempts/*") if p.is_dir()]
 
 

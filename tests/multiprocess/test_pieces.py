@@ -19,7 +19,7 @@ END_S = 400.0
 
 
 class Bulky:
-    """A rank's piece. It knows when it is encoded, and refuses where it is told to."""
+    """A rank's piece. It knows when it is encoded, and refuses on request."""
 
     def __init__(self, rank: int, log: list[str], *, refuses: bool = False) -> None:
         self.rank, self.log, self.refuses = rank, log, refuses
@@ -105,7 +105,7 @@ def test_pieces_are_encoded_one_at_a_time() -> None:
 
 
 def test_a_piece_that_cannot_be_pickled_fails_the_step_on_all_ranks() -> None:
-    """Also the last one, when others lie in the store; these go, and the next step works."""
+    """Also the last one, when others are in the store; these go, and the next step works."""
     with launch(takes_pieces, 3, args={"at": "refused", "who": 2}) as ranks:
         for end, second, _ in ranks.values():
             assert end.startswith("CollectiveError: first failed on 1 of 3 ranks")

@@ -23,7 +23,7 @@ LAYOUTS: dict[str, list[list[int]]] = {
 
 
 def narrow(rank: Rank) -> Any:
-    """A model under FullyShardedDataParallel of which a rank holds nothing of one parameter."""
+    """A model under FullyShardedDataParallel: one rank holds nothing of one parameter."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -54,7 +54,7 @@ def seen(net: Any) -> list[float]:
 
 
 def resumes(rank: Rank) -> Any:
-    """Train, save by the manager and by a plain call, go on; then again from what was saved."""
+    """Train, save by the manager and by a plain call, train on; then again from what was saved."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     rank.init_group()
@@ -86,7 +86,7 @@ def resumes(rank: Rank) -> Any:
 
 
 def cut(rank: Rank, begins: list[list[int]], value: float | None) -> Any:
-    """A ShardedTensor of ROWS rows; each shard goes on to where the next one begins."""
+    """A ShardedTensor of ROWS rows; each shard ends where the next one begins."""
     import torch
     import torch.distributed as dist
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
@@ -143,7 +143,7 @@ def every_layout(rank: Rank) -> Any:
 
 def test_fsdp_of_a_parameter_that_a_rank_holds_nothing_of_resumes(tmp_path: Any) -> None:
     """``Linear(8, 1)`` under FullyShardedDataParallel on 2 ranks: the manager and a plain load give back
-    what was saved, and training goes on as it would have.
+    what was saved, and training continues as it would have.
     """
     args = {"run": f"{tmp_path}/run", "plain": f"{tmp_path}/plain"}
     with launch(resumes, 2, args=args) as ranks:

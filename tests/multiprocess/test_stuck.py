@@ -1,7 +1,7 @@
-"""A rank whose storage never answers: the others are told who hangs, where, and at which path.
+"""A rank with storage that never answers: the others learn who hangs, where, and at which path.
 
-The call that does not return is a real one: the open of a named pipe that nobody writes to. Its process
-lives and its heart beats, as with a hard mount whose server is gone (tests/nfs/test_stuck.py).
+The call that does not return is a real one: the open of a named pipe without a writer. Its process
+lives and its heart beats, as with a hard mount that lost its server (tests/nfs/test_stuck.py).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def meets(rank: Rank) -> list[int]:
 
 
 def works_beside(rank: Rank) -> int:
-    """A thread beside the steps reads the pipe; a step takes longer than timeout_s."""
+    """A thread outside the steps reads the pipe; a step takes longer than timeout_s."""
     rank.init_group()
     storage = open_storage(Uri.parse(rank.args["run"]))
     chore = threading.Thread(target=wait_for_pipe, args=(storage,), daemon=True)
@@ -80,7 +80,7 @@ def works_beside(rank: Rank) -> int:
 
 
 def works_on_two(rank: Rank) -> int:
-    """A thread with a clone of the control has a part in the pipe; a step of the control itself goes on."""
+    """A thread with a clone of the control has a part in the pipe; a step of the control itself continues."""
     rank.init_group()
     storage = open_storage(Uri.parse(rank.args["run"]))
 
@@ -233,7 +233,7 @@ def test_a_chore_that_hangs_beside_a_long_step_ends_nothing(tmp_path: Path, befo
 
 
 def test_a_step_of_one_control_that_hangs_ends_no_step_of_another(tmp_path: Path) -> None:
-    """Only those who wait for the part that hangs are told, and of that path."""
+    """Only those who wait for the part that hangs get the error, with that path."""
     with launch(works_on_two, 2, args=piped(tmp_path)) as ranks:
         told = ranks.wait("raised", rank=0, timeout_s=END_S)
         assert "beside" in told["error"]
@@ -247,7 +247,7 @@ def test_a_step_of_one_control_that_hangs_ends_no_step_of_another(tmp_path: Path
 
 @pytest.mark.parametrize(("at", "end"), [("seal", "in doubt"), ("finish", "committed")])
 def test_a_save_that_hangs_in_its_commit_has_not_failed(tmp_path: Path, at: str, end: str) -> None:
-    """Its own caller is told what all have, while it hangs: no error that says that it failed."""
+    """Its own caller gets what all have, while it hangs: no error that says that it failed."""
     (tmp_path / "run").mkdir()
     args = {"pipes": piped(tmp_path)["run"], "run": f"file://{tmp_path}/run", "at": at}
     with launch(seals_aside, 2, args=args) as ranks:
@@ -257,7 +257,7 @@ def test_a_save_that_hangs_in_its_commit_has_not_failed(tmp_path: Path, at: str,
         assert ranks.wait("told", rank=0, timeout_s=END_S)["end"] == told
         os.close(os.open(tmp_path / "pipe", os.O_WRONLY))
         deadline = time.monotonic() + END_S
-        while ckptfs.latest(args["run"]) is None:  # what hung goes on, and seals
+        while ckptfs.latest(args["run"]) is None:  # what hung continues, and seals
             assert time.monotonic() < deadline
         for number in range(2):
             ranks.release("end", rank=number)

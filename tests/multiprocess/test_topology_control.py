@@ -72,7 +72,7 @@ def subgroup_sums(rank: Rank) -> dict[str, Any]:
 
 
 def group_without_collectives(rank: Rank) -> dict[str, Any]:
-    """A default group whose backend can do nothing at all, as nccl can nothing for two ranks of
+    """A default group with a backend that can do nothing at all, as nccl can nothing for two ranks of
     one device.
     """
     import torch
@@ -164,7 +164,7 @@ def step_until_released(rank: Rank) -> float:
 
 
 def step_after_a_death(rank: Rank) -> dict[str, Any]:
-    """What the step tells in which a rank died, and the one after it."""
+    """What the step says in which a rank died, and the one after it."""
     rank.init_group()
     control = open_control(timeout_s=TIMEOUT_S)
     control.step("first", lambda: None)
@@ -286,7 +286,7 @@ def interrupted(rank: Rank) -> str:
         control.step("x", local)
     except KeyboardInterrupt:
         rank.tell("interrupted")
-        rank.hold("end")  # alive: nobody learns of it by its death
+        rank.hold("end")  # alive: no rank learns of it by its death
         return "KeyboardInterrupt"
     except RuntimeError as error:
         return f"{type(error).__name__} {list(getattr(error, 'failures', {}))}"
@@ -400,7 +400,7 @@ def test_values_of_many_mebibytes_travel_in_chunks() -> None:
 
 @pytest.mark.parametrize("victims", [[2], [0], [1, 2]])
 def test_killed_ranks_are_named_on_every_other_rank_within_seconds(victims: list[int]) -> None:
-    """The pid is seen gone by its node: nobody waits for the 600 s of silence."""
+    """The pid is seen gone by its node: none waits for the 600 s of silence."""
     with launch(step_until_released, 4, args={"victims": victims}) as ranks:
         ranks.wait("ready")
         alive = [n for n in range(4) if n not in victims]
@@ -446,7 +446,7 @@ def test_zombie_counts_as_dead() -> None:
 
 
 def test_death_on_another_node_that_has_a_survivor_is_told_at_once() -> None:
-    """Ranks 2 and 3 share a node; 3 is busy elsewhere, sees 2 die and tells ranks 0 and 1."""
+    """Ranks 2 and 3 share a node; 3 is busy elsewhere, sees 2 die and reports it to ranks 0 and 1."""
     args = {"victims": [2, 3]}  # 3 only holds: it works on something else
     with launch(step_until_released, 4, args=args, nodes=["a", "a", "b", "b"]) as ranks:
         ranks.wait("ready")
@@ -478,7 +478,7 @@ def test_frozen_rank_is_named_after_timeout_s_of_silence(victim: int) -> None:
 
 
 def test_frozen_rank_that_wakes_up_gets_the_same_answer() -> None:
-    """The verdict of the step is one: who slept through it obeys it and accuses nobody."""
+    """The verdict of the step is one: who slept through it obeys it and accuses none."""
     args = {"victims": [], "timeout_s": 3.0}
     with launch(step_until_released, 3, args=args) as ranks:
         ranks.wait("ready")
@@ -494,7 +494,7 @@ def test_frozen_rank_that_wakes_up_gets_the_same_answer() -> None:
 
 
 def test_coordinator_that_slept_obeys_the_verdict_of_the_others() -> None:
-    """One verdict: what decide returned after the others gave up is nobody's answer."""
+    """One verdict: what decide returned after the others gave up is no rank's answer."""
     with launch(frozen_while_deciding, 3) as ranks:
         ranks.wait("inside", rank=0)
         ranks.freeze(0)
@@ -560,7 +560,7 @@ def test_frozen_store_costs_timeout_s_and_no_more() -> None:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_rank_that_left_is_named_at_once_and_in_every_later_step(who: int) -> None:
-    """Whoever leaves says goodbye: every later step of the others fails, none waits."""
+    """A rank that leaves says goodbye: every later step of the others fails, none waits."""
     with launch(leave_early, 3, args={"who": who}) as ranks:
         for result in ranks.results(ranks=[n for n in range(3) if n != who]):
             assert result.error_type == "CollectiveError", result.log
@@ -595,7 +595,7 @@ def test_rank_that_left_and_ended_is_not_reported_as_dead() -> None:
 
 
 def test_ranks_on_different_versions_all_get_the_same_typed_error() -> None:
-    """The handshake names versions and ranks; nobody opens a control."""
+    """The handshake names versions and ranks; none opens a control."""
     with launch(other_version, 3) as ranks:
         results = ranks.results()
     for result in results:

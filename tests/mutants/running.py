@@ -31,7 +31,7 @@ class Outcome(StrEnum):
 
     SEEN = "seen"
     UNSEEN = "UNSEEN"
-    TIMED_OUT = "TIMED OUT"  # nobody learns from it what is wrong
+    TIMED_OUT = "TIMED OUT"  # it does not show what is wrong
     BROKEN = "BROKEN"  # it could not be planted, or no test ran
 
 
@@ -76,7 +76,7 @@ def _copy() -> Iterator[Path]:
         copy = Path(directory)
         for entry in ROOT.iterdir():
             if entry.name in _COPIED:
-                # A test that runs beside this one may compile or remove something meanwhile.
+                # A test that runs next to this one may compile or remove something at the same time.
                 ignore = shutil.ignore_patterns("*.pyc.*", "*.tmp")
                 shutil.copytree(entry, copy / entry.name, symlinks=True, ignore=ignore)
             elif entry.name not in _NOT_LINKED and not entry.name.endswith("_cache"):

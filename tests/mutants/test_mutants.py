@@ -22,7 +22,7 @@ def _named(name: str) -> Mistake:
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.name)
 def test_a_mistake_can_be_planted(mistake: Mistake) -> None:
-    """Its text stands exactly once where it says, and with the mistake the file is other code that
+    """Its text is exactly once where it says, and with the mistake the file is other code that
     still compiles.
     """
     planted = plant(mistake)
@@ -94,7 +94,7 @@ def test_a_mistake_is_found_wherever_its_function_stands(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("find", ["return 7", "return", "self.count -= 1\n    return 1"])
 def test_a_mistake_that_stands_nowhere_or_twice_is_refused(tmp_path: Path, find: str) -> None:
-    """Nobody would know what was planted."""
+    """Else it is not known what was planted."""
     _package(tmp_path, bag=PACKAGE)
     with pytest.raises(ValueError, match="places in"):
         plant(Mistake("commit/x", "", "Bag.take", find, "pass", ("t",)), tmp_path)

@@ -1,9 +1,9 @@
-"""The server's clock, stopped: what happens meanwhile happens within one tick, however slow the machine is.
+"""The server's clock, stopped: what happens in that time happens within one tick, however slow the machine is.
 
     with stopped(lab): ...        two changes of a directory leave the same time on it, as they do
-                                  within 4 or 10 ms on a server that nobody has tampered with
+                                  within 4 or 10 ms on a server that was not tampered with
 
-An NFSv3 client tells a changed directory by that time and nothing else.
+An NFSv3 client notices a changed directory by that time and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def stopped(lab: NfsLab) -> Iterator[None]:
 
 
 def _stop() -> list[int]:
-    """Set the clock back: after a tick before anybody else runs, and whenever nobody else runs."""
+    """Set the clock back: after a tick before anybody else runs, and whenever no other runs."""
     now = time.time()
     return [_forked(_set_after_ticks, now), _forked(_set_when_idle, now)]
 

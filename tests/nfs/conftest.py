@@ -59,5 +59,5 @@ def lab42(labs: Labs) -> NfsLab:
 
 @pytest.fixture(params=["4.2", pytest.param("3", marks=pytest.mark.campaign)], ids="v{}".format)
 def either(request: pytest.FixtureRequest, labs: Labs) -> NfsLab:
-    """Over NFS 4.2, and in the campaign over NFS 3: for what takes long and tells little of the version."""
+    """Over NFS 4.2, and in the campaign over NFS 3: for what takes long and shows little of the version."""
     return labs(request.param)

@@ -6,7 +6,7 @@
             rank 0 writes in place which step is the latest
 
 The kernel counts per mount, in /proc/self/mountstats: one rank per node reads that before and after each
-save, while all ranks wait. Claiming and releasing the run lie outside.
+save, while all ranks wait. Claiming and releasing the run are outside.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Gate:
         return {"CKPTFS_TEST_FAULT": f"hold={self.path}:{operation}:{key}:{nth}@{rank}"}
 
     def open(self) -> None:
-        """Let it go on."""
+        """Let it continue."""
         self.machine.call(touch, self.path)
 
 
@@ -115,7 +115,7 @@ class Crowd:
         self._over |= {n for n, forked in enumerate(self._forked) if forked.machine is machine}
 
     def wait_at(self, gate: Gate) -> None:
-        """Return when a rank stands at the gate; AssertionError where one of this job has ended instead."""
+        """Return when a rank is at the gate; AssertionError where one of this job has ended instead."""
         deadline = time.monotonic() + RESULT_S
         while not gate.machine.call(stands_at, gate.path):
             ended = [rank for rank, forked in enumerate(self._forked) if forked.has_ended()]

@@ -26,7 +26,7 @@ def identities(path: str) -> tuple[int, int]:
 
 
 def probe_all(rank: int, runs: Mapping[str, str]) -> dict[str, tuple[list[list[int]], list[str]]]:
-    """For each run: the domains' ranks, and what lies in a directory that all have written to."""
+    """For each run: the domains' ranks, and what is in a directory that all have written to."""
     found = {}
     with open_control() as control:
         for name, run in runs.items():
@@ -77,7 +77,7 @@ def read_together(rank: int, run: str, name: str) -> dict[str, bytes]:
 
 
 def write_listed(rank: int, run: str, name: str) -> None:
-    """A step whose last files rank 0 writes when rank 1 has just listed it."""
+    """A step; rank 0 writes its last files when rank 1 has just listed it."""
     with open_control() as control, checkpoint_dir(f"{run}/{name}") as path:
         if rank == 0:
             _write(path, "m0")

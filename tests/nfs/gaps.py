@@ -1,4 +1,4 @@
-"""How far a change lies from the looks of another client, and whether a plain look was misled at all.
+"""How far a change is from the looks of another client, and whether a plain look was misled at all.
 
 A client forgets for reasons of its own: a plain look that is not misled shows nothing, and such a test is
 tried again (``until_shown``), for what ckptfs does must hold whenever it was, and must hold every time.
@@ -33,7 +33,7 @@ class NotShownError(Exception):
 
 
 def shows(misled: bool, what: str = "nothing to be cured here") -> None:
-    """Stands for ``assert`` where a plain call has to fail."""
+    """Replaces ``assert`` where a plain call has to fail."""
     if not misled:
         raise NotShownError(what)
 
@@ -55,7 +55,7 @@ def until_shown(test: Callable[P, None]) -> Callable[P, None]:
 
 
 class Gap(Enum):
-    """How far the change lies from the looks before and after it."""
+    """How far the change is from the looks before and after it."""
 
     NONE = "within-one-tick"
     SOME = "after-a-gap"

@@ -16,7 +16,7 @@ __all__ = ["Left", "leaves"]
 
 @dataclass(frozen=True)
 class Left:
-    """What the caller of an asynchronous save was told."""
+    """What the caller of an asynchronous save got."""
 
     error: str
     text: str

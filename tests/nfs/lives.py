@@ -1,6 +1,6 @@
 """What each rank of a job does in tests/nfs/test_jobs.py: restore, check every bit, save, tell.
 
-    live           one life of a job, of which a rank may be killed at a random moment
+    live           one life of a job; a rank may be killed at a random moment
     older, newer   two jobs that want one run; each on a node of its own
 
 The state of a step is known to the last bit, on each rank another one.
@@ -30,7 +30,7 @@ FACTOR = 1_000_003  # of the step, so that no two steps look alike
 
 
 def state_of(rank: int, size: int, step: int, *, salt: int = 0) -> dict[str, Any]:
-    """The state of a step: a sharded matrix, a replicated vector, a number. salt: whose step it is."""
+    """The state of a step: a sharded matrix, a replicated vector, a number. salt: which job's step it is."""
     local = torch.arange(ROWS * COLUMNS, dtype=torch.int64).reshape(ROWS, COLUMNS)
     local += rank * local.numel() + step * FACTOR + salt
     sharded = DTensor.from_local(local, _mesh(size), [Shard(0)])
@@ -44,7 +44,7 @@ def _mesh(size: int) -> DeviceMesh:
 
 
 def differs(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """The keys whose bits are not as they should be; "" for none."""
+    """The keys with bits that are not as they should be; "" for none."""
     bad = [
         key
         for key, same in (
@@ -142,7 +142,7 @@ def newer(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def look(args: dict[str, Any]) -> dict[str, Any]:
-    """What is committed, and whether each of these steps is whole and whose it should be."""
+    """What is committed, and whether each of these steps is whole and of the right job."""
     rank, size = join()
     wrong = {}
     for step, salt in args["steps"].items():

@@ -40,19 +40,19 @@ __all__ = [
     "watch",
 ]
 
-_seen: dict[str, LogState] = {}  # what this client folded of a run, to go on from
+_seen: dict[str, LogState] = {}  # what this client folded of a run, to continue from
 
 
 @dataclass(frozen=True)
 class Race:
-    """What one racer came to. mine: number -> write id of every append that it was told succeeded."""
+    """What one racer came to. mine: number -> write id of every append that was acknowledged."""
 
     mine: dict[int, str]
     met: int
 
 
 class LyingLinks(Posix):
-    """A client whose LINK succeeds and whose answer is "exists", as after a server's restart."""
+    """A client that gets "exists" for a LINK that succeeded, as after a server's restart."""
 
     def link(self, source: str, target: str) -> None:
         super().link(source, target)
@@ -103,7 +103,7 @@ def fold(run: str) -> int:
 
 
 def look_again(run: str) -> int:
-    """How many entries a reader sees that goes on from what it saw."""
+    """How many entries a reader sees that continues from what it saw."""
     _seen[run] = drive(catch_up(_seen.get(run)), storage(run))
     return _seen[run].next
 
@@ -205,5 +205,5 @@ def entries_behind(directory: str) -> dict[str, str]:
 
 
 def discard(run: str, name: str, save_id: str) -> None:
-    """What the library does to an attempt that nobody needs."""
+    """What the library does to an attempt that is not needed."""
     drive(discard_source(AttemptKeys(Shape.FILESYSTEM, name, save_id)), storage(run))

@@ -19,7 +19,7 @@ def exists_after_refresh(path: str) -> bool:
 
 
 def free_bytes(path: str) -> int:
-    """What is left for whoever is not root, on the filesystem of a path."""
+    """What is left for users other than root, on the filesystem of a path."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 

@@ -4,9 +4,9 @@
                     object in the step's directory, and commits all of it
     overwrite   N2  an older run is overwritten
     managed     N3  a manager keeps the driver's state, the random generators, a policy that never changes
-    background  N4  a manager saves while training goes on, and publishes weights
+    background  N4  a manager saves while training runs, and publishes weights
 
-Each goes on where its run is, trains to ``args["until"]``, and says what it found and whether its state has
+Each continues where its run is, trains to ``args["until"]``, and says what it found and whether its state has
 every bit that training in one go would have given. A save that fails ends it; it says how.
 """
 

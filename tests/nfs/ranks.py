@@ -145,11 +145,11 @@ def outcome_of(error: CkptfsError, took_s: float) -> Outcome:
     return Outcome(type(error).__name__, str(error), kinds, took_s=took_s)
 
 
-# -- for the test, beside the ranks ------------------------------------------------------------------
+# -- for the test, next to the ranks ------------------------------------------------------------------
 
 
 def free_port() -> int:
-    """A port that nobody listens at, here."""
+    """A port without a listener, here."""
     with socket.create_server(("0.0.0.0", 0)) as server:  # noqa: S104 - a network of three machines
         return int(server.getsockname()[1])
 

@@ -2,7 +2,7 @@
 
     mkdirs     row 8   every rank makes one directory
     branches   row 10  ranks decide by what they see whether there is something to resume from
-    hosts      row 22  two machines of one name, whose private disks have equal device and inode numbers
+    hosts      row 22  two machines of one name, with private disks of equal device and inode numbers
     removals   row 29  a directory is removed while a process of the same node holds a file in it open
 
 Each does it as scripts do and as ckptfs does, and says what came of both.
@@ -68,7 +68,7 @@ def mkdirs(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def branches(args: dict[str, Any]) -> dict[str, Any]:
-    """Ranks of node a commit a step; all ranks, who had looked before, ask where to go on."""
+    """Ranks of node a commit a step; all ranks, who had looked before, ask where to continue."""
     rank, size = join()
     run = args["run"]
     mates = dist.new_group([n for n in range(size) if n < size // 2])
@@ -127,7 +127,7 @@ def hosts(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def removals(args: dict[str, Any]) -> dict[str, Any]:
-    """A rank holds a file open that the rank beside it removes; then a manager's retention does."""
+    """A rank holds a file open that the rank next to it removes; then a manager's retention does."""
     rank, _ = join()
     run = args["run"]
     plain = f"{args['run']}-plain"

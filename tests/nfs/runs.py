@@ -61,7 +61,7 @@ def latest_name(run: str) -> str | None:
 
 
 def names(run: str) -> list[str]:
-    """What is committed, or lies there whole."""
+    """What is committed, or is there whole."""
     return [checkpoint.uri.name for checkpoint in ckptfs.list_checkpoints(run)]
 
 

@@ -28,7 +28,7 @@ PATIENT_S = 400.0  # the silence that a job waits out which is not tested for th
 
 @dataclass(frozen=True)
 class Gate:
-    """Where the rank of one machine stops, until it is let go on; a file in the machine's own /tmp."""
+    """Where the rank of one machine stops, until it is released; a file in the machine's own /tmp."""
 
     machine: Machine
     path: str = field(default_factory=lambda: f"/tmp/gate-{uuid.uuid4().hex[:8]}")
@@ -39,7 +39,7 @@ class Gate:
         return replace(self, fault=f"hold={self.path}:{operation}:{key}:1")
 
     def wait_reached(self, ranks: Sequence[Forked]) -> None:
-        """Return when the rank stands there; AssertionError where one of the job has ended instead."""
+        """Return when the rank is there; AssertionError where one of the job has ended instead."""
 
         def is_reached() -> bool:
             if self.machine.call(is_there, f"{self.path}.reached"):
@@ -50,7 +50,7 @@ class Gate:
         until(is_reached, f"{self.path} reached")
 
     def release(self) -> None:
-        """Let it go on."""
+        """Let it continue."""
         self.machine.call(_touch, self.path)
 
 

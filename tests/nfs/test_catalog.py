@@ -1,7 +1,7 @@
 """What readers on one client see of what another client commits, projects, deletes.
 
 Their caches hold what was there before. A program that looks for directories is misled for 30 s and
-more; the run log and the names that it tells are found at once.
+more; the run log and the names in it are found at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_a_name_that_was_deleted_and_committed_again_is_the_new_one(lab: NfsLab)
     time.sleep(GAP_S)
     assert lab.b.call(runs.read_step, run, "step_1") == {"f": b"old"}
     time.sleep(GAP_S)
-    lab.a.call(ours, run, "rename", "step_1", "aside")  # as a delete does, whose bytes go later
+    lab.a.call(ours, run, "rename", "step_1", "aside")  # as a delete does; its bytes go later
     lab.a.call(runs.delete, run, "step_1")
     lab.a.call(runs.commit, run, "step_1", {"f": b"new"})
     time.sleep(GAP_S)

@@ -1,4 +1,4 @@
-"""The file server fails in the middle of a save, on a real client: what every rank is told, what is left.
+"""The file server fails in the middle of a save, on a real client: what every rank learns, what is left.
 
 Two ranks, one on each client, save into one run. In each test a first checkpoint is there before the
 fault, and is whole after it.
@@ -68,7 +68,7 @@ def test_the_server_is_restarted_in_the_middle_of_a_save(lab: NfsLab) -> None:
     "cut_s", [CUT_S, pytest.param(20.0, marks=pytest.mark.campaign)], ids=lambda s: f"{s:g}s"
 )
 def test_the_network_is_cut_in_the_middle_of_a_save(lab42: NfsLab, cut_s: float) -> None:
-    """A hard mount, and a cut shorter than the silence allowed: nobody notices but the clock."""
+    """A hard mount, and a cut shorter than the silence allowed: only the clock notices."""
     run, gate = lab42.fresh(), Gate(lab42.b)
     uri = f"faults+file://{run}/step_1"
     ranks = start(lab42, does, Save(uri, 1), gate=gate.at("close", "*.distcp"))
@@ -83,7 +83,7 @@ def test_the_network_is_cut_in_the_middle_of_a_save(lab42: NfsLab, cut_s: float)
 
 @pytest.mark.campaign
 def test_a_client_is_cut_off_for_20_s_in_the_middle_of_a_save(lab42: NfsLab) -> None:
-    """From the other ranks too: its heart is not heard, for less than the silence allowed."""
+    """From the other ranks too: its heart is silent, for less than the silence allowed."""
     run, gate = lab42.fresh(), Gate(lab42.a)
     uri = f"faults+file://{run}/step_1"
     ranks = start(lab42, does, Save(uri, 1), gate=gate.at("close", "*.distcp"))
@@ -97,7 +97,7 @@ def test_a_client_is_cut_off_for_20_s_in_the_middle_of_a_save(lab42: NfsLab) -> 
 
 @pytest.mark.campaign
 def test_a_client_is_lost_in_the_middle_of_a_save(lab42: NfsLab) -> None:
-    """Its kernel is killed: the other rank is told who is silent; the next start has the old state, and saves."""
+    """Its kernel is killed: the other rank learns who is silent; the next start has the old state, and saves."""
     run, gate = lab42.fresh(), Gate(lab42.b)
     first, second = Save(f"{run}/step_1", 1), Save(f"faults+file://{run}/step_2", 2)
     ranks = start(lab42, does, first, second, gate=gate.at("close", "*.distcp"), timeout_s=SILENT_S)
@@ -202,7 +202,7 @@ def test_a_read_only_export(either: NfsLab) -> None:
 @pytest.mark.usefixtures("exported_again")
 @pytest.mark.campaign
 def test_root_is_squashed(either: NfsLab) -> None:
-    """Where the server takes root for nobody, the error says so; reading works."""
+    """Where the server maps root to ``nobody``, the error says so; reading works."""
     run = either.fresh()
     first_of(either, run)
     either.server.call(os.chmod, either.behind(run), 0o755)
