@@ -37,7 +37,7 @@ FAILURES = os.environ.pop("CKPTFS_FAILURES", "")
 
 ROOT = Path(__file__).parent
 MEMORY = Path("/dev/shm")
-# Tests of the protocol and of what is told, not of a disk: fsync costs nothing in memory.
+# Tests of the protocol and of what is reported, not of a disk: fsync costs nothing in memory.
 IN_MEMORY = (
     *("cli", "commit", "manager", "tools"),
     *("servers/test_fsspec_suite.py", "test_api.py"),

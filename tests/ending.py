@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Closed again: a suite may run in a process that goes on."""
+    """Closed again: a suite may run in a process that lives on."""
     os.close(config.stash[_terminal])
 
 

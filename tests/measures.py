@@ -33,7 +33,7 @@ def descriptors_below(path: str | os.PathLike[str]) -> list[str]:
 
 
 def own_threads(prefix: str = "ckptfs") -> set[threading.Thread]:
-    """The living threads whose names begin so."""
+    """The living threads with names that begin so."""
     return {thread for thread in threading.enumerate() if thread.name.startswith(prefix)}
 
 

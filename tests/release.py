@@ -23,9 +23,9 @@ from pathlib import Path
 __all__ = ["build", "first_example", "foreign_in_wheel", "missing_from_sdist", "missing_from_wheel"]
 
 ROOT = Path(__file__).resolve().parents[1]
-# Extras for work on ckptfs itself: `make` installs them, nobody else does.
+# Extras for work on ckptfs itself: only `make` installs them.
 OURS = frozenset({"dev", "docs", "lab", "test"})
-# What a wheel may hold beside the package.
+# What a wheel may hold in addition to the package.
 _METADATA = re.compile(
     r"ckptfs-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|licenses/LICENSE)"
 )
@@ -141,7 +141,7 @@ def _check_contents(sdist: Path, wheel: Path) -> None:
 def _attempt(
     rows: list[tuple[str, str]], what: str, work: Callable[..., None], *args: object
 ) -> bool:
-    """Do one step and note how it ended; the steps that do not depend on it go on."""
+    """Do one step and note how it ended; the steps that do not depend on it continue."""
     print(f"{what} ...", flush=True)
     try:
         work(*args)

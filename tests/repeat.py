@@ -1,6 +1,6 @@
 """The suite, several times on a busy machine: make test-repeat N=5 [PYTEST_ARGS=...].
 
-A test that is not green every time is a defect of the test or of the code. Beside the suite run processes that
+A test that is not green every time is a defect of the test or of the code. Next to the suite run processes that
 do nothing but compute, so that every wait takes longer than on the machine it was written on. At the end one
 row for each run, then each test that was not green in all of them, and how often it failed.
 """
@@ -78,7 +78,7 @@ def table(rounds: Sequence[Round]) -> str:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes compute meanwhile; none of them outlives the block."""
+    """So many processes compute in that time; none of them outlives the block."""
     loop = [sys.executable, "-c", "while True: pass"]
     running = [subprocess.Popen(loop) for _ in range(processes)]
     try:

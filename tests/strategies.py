@@ -1,7 +1,7 @@
 """Hypothesis strategies for what names a place: URIs and keys, ordinary and awkward.
 
 uris()          credential-free URIs of every kind that Uri.parse accepts
-secret_uris()   (text, secret): URIs whose text carries a secret that must never be shown
+secret_uris()   (text, secret): URIs with a secret in the text that must never be shown
 paths()         absolute POSIX paths as a user may write them, with //, . and ..
 keys()          relative keys
 """

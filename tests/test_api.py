@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 
 def state(value: float) -> dict[str, Any]:
-    """A small state whose every leaf tells ``value``."""
+    """A small state with ``value`` in every leaf."""
     return {
         "model": {"w": torch.full((300, 7), float(value)), "b": torch.arange(5) + int(value)},
         "step": int(value),
@@ -64,7 +64,7 @@ def latest_name(run: Any) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """A run: called with a name, the URI of what lies there."""
+    """A run: called with a name, the URI of what is there."""
 
     root: str
     query: str = ""
@@ -75,7 +75,7 @@ class Place:
 
 @pytest.fixture(params=["file", "filesystem", "object"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Where a run lies: a directory, and memory stores of both shapes."""
+    """Where a run is: a directory, and memory stores of both shapes."""
     if request.param == "file":
         return Place(f"{tmp_path}/run")
     return Place(f"memory://api{next(_numbers)}/run", f"?shape={request.param}")
@@ -156,7 +156,7 @@ def test_a_negative_step_is_refused_before_anything_is_made(tmp_path: Path) -> N
 
 
 def test_latest_is_the_last_commit_and_not_the_largest_step(run: Place) -> None:
-    """Restored at 50 and trained again to 70, the run goes on at 70, not at 100."""
+    """Restored at 50 and trained again to 70, the run continues at 70, not at 100."""
     for step in (50, 100):
         ckptfs.save(state(step), run(f"step_{step}"))
     assert latest_name(run("")) == "step_100"
@@ -318,7 +318,7 @@ def test_an_exception_inside_commits_nothing_and_leaves_nothing(run: Place) -> N
 
 
 def test_a_directory_without_files_is_refused(run: Place) -> None:
-    """Nobody wrote into it: IncompleteCheckpointError, so a path that was ignored is noticed."""
+    """No writer used it: IncompleteCheckpointError, so a path that was ignored is noticed."""
     with (
         pytest.raises(ckptfs.IncompleteCheckpointError, match="no rank wrote"),
         ckptfs.checkpoint_dir(run("d_1")),
@@ -363,7 +363,7 @@ def test_a_directory_of_an_overwritten_run_has_its_own_files_only(run: Place) ->
 
 
 class Own:
-    """A class that torch.load does not make unasked."""
+    """A class that torch.load does not make by default."""
 
     value = 5
 
@@ -481,7 +481,7 @@ def test_enough_or_unknown_space_says_nothing(tight: Callable[..., str]) -> None
     assert ckptfs.save(state(2), uri, if_exists="replace", require_space=True).warnings == ()
 
 
-# -- a store where nobody can win ----------------------------------------------------------------
+# -- a store where no one can win ----------------------------------------------------------------
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -593,7 +593,7 @@ def test_damaged_metadata_is_named(saved: Path, how: str) -> None:
 def test_damaged_metadata_of_a_stock_checkpoint_is_a_manifest_error(
     saved: Path, tmp_path: Path, how: str
 ) -> None:
-    """No digest tells: what cannot be decoded is said to be no DCP metadata, with its URI."""
+    """No digest helps: what cannot be decoded is said to be no DCP metadata, with its URI."""
     copy = tmp_path / "stock" / "step_2"
     shutil.copytree(saved / "step_2", copy)
     (copy / "ckptfs.json").unlink()

@@ -83,7 +83,7 @@ def test_demo_holds_every_claim(tmp_path: Path) -> None:
     assert told["claims"] == dict.fromkeys(CLAIMS, True)
     assert told["facts"]["kill"].startswith("kill-half:write:*/__3_0.distcp:")
     losses = told["facts"]["losses"]
-    assert losses[-1] < losses[0]  # it trained: a model that stands still is equal to anything
+    assert losses[-1] < losses[0]  # it trained: a model that does not change is equal to anything
     assert _processes_of(home) == []
 
 
@@ -111,7 +111,7 @@ def test_an_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
 def test_ranks_whose_agent_was_killed_are_ended_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody but the cluster can end the ranks of an agent that ended without doing so."""
+    """Only the cluster can end the ranks of an agent that ended without doing so."""
     monkeypatch.syspath_prepend(str(DEMO.parent))
     from cluster import Cluster  # type: ignore[import-not-found]
 

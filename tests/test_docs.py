@@ -134,7 +134,7 @@ page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relati
 @page_by_page
 @pytest.mark.usefixtures("logging_as_before")
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every Python block runs as it stands, or says why it is not run."""
+    """Every Python block runs as it is, or says why it is not run."""
     monkeypatch.chdir(tmp_path)
     _run(_blocks(_tokens(page)), page)
 
@@ -148,7 +148,7 @@ def test_each_page_of_the_reference_has_an_example_that_runs(page: Path) -> None
 
 @page_by_page
 def test_each_block_says_what_it_is(page: Path) -> None:
-    """A block without a language, or with an unknown one, could be code that nobody runs."""
+    """A block without a language, or with an unknown one, could be code that is never run."""
     odd = [b.line for b in _blocks(_tokens(page)) if b.language not in {"python", *_SHOWN}]
     assert odd == []
 
@@ -165,7 +165,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_make_targets_in_the_docs_exist() -> None:
-    """What a page tells a contributor to make is in the Makefile."""
+    """What a page asks a contributor to make is in the Makefile."""
     rules = re.findall(r"^([a-z0-9 -]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     made = {name for names in rules for name in names.split()}
     told = {

@@ -205,7 +205,7 @@ def test_what_a_collective_error_is_is_what_all_failures_are(kinds: list[str]) -
 
 
 def test_a_derived_collective_error_stays_its_class() -> None:
-    """Whoever derives one gets it, whatever its failures are; it travels as itself."""
+    """A class that derives one gets it, whatever its failures are; it travels as itself."""
     error = DerivedCollectiveError("x", failures=_failed("NoSpaceError").failures)
     assert type(error) is DerivedCollectiveError
     assert type(pickle.loads(pickle.dumps(error))) is DerivedCollectiveError
@@ -263,7 +263,7 @@ def test_long_paths_lose_their_middle_before_anything_else_goes() -> None:
 
 
 def test_outcome_defaults_say_what_is_known() -> None:
-    """Only the errors that leave a commit open say "unknown" unasked."""
+    """Only the errors that leave a commit open say "unknown" by default."""
     unknown = {e.__name__ for e in ALL if e("x").outcome == "unknown"}
     assert unknown == {"AnswerLostError", "CommitInDoubtError"}
 

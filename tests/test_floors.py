@@ -108,7 +108,7 @@ def test_a_row_runs_from_end_to_end(
 def test_two_ranks_take_turns_with_their_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sharded over two processes; that nothing is slower than DCP's is claimed, the rest is told."""
+    """Sharded over two processes; that nothing is slower than DCP's is claimed, the rest is reported."""
     found = _run("ranks2", tmp_path, monkeypatch)
     told = ["faster than DCP's best", "CPU s/GB", "DCP's time"]
     assert [one.claim.told for one in found] == [*told, *told, "DCP's time"]
@@ -118,7 +118,7 @@ def test_two_ranks_take_turns_with_their_peers(
 
 @pytest.mark.campaign
 def test_the_row_of_the_planner_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides in processes of their own; a world of another size than the floor's is told only, with
+    """Both sides in processes of their own; a world of another size than the floor's is only reported, with
     the coordinator's CPU seconds and memory.
     """
     found = _run("planner", tmp_path, monkeypatch, "--worlds", "2,3")
@@ -345,7 +345,7 @@ def test_readers_need_another_tree(
 
 
 def test_stored_results_are_told_again() -> None:
-    """Every file of a row in results/ gives each claim of its row a value, or says that nobody measured it."""
+    """Every file of a row in results/ gives each claim of its row a value, or says that it was not measured."""
     stored = sorted((ROOT / "benchmarks" / "results").glob("floors-*.json"))
     assert len(stored) > 15
     for path in stored:
@@ -355,7 +355,7 @@ def test_stored_results_are_told_again() -> None:
 
 
 def test_parts_of_a_result_are_joined_once() -> None:
-    """What is in two parts is told once; samples and notes are all there; the note comes first."""
+    """What is in two parts is given once; samples and notes are all there; the note comes first."""
     one = made_result()
     both = joined([one, one], what="w", command="c", note="quiet")
     assert (both.workloads, both.targets, both.engines) == (one.workloads, one.targets, one.engines)

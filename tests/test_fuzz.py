@@ -1,4 +1,4 @@
-"""Every decoder of what lies on storage, with valid bytes that were damaged: a value or one typed error.
+"""Every decoder of what is on storage, with valid bytes that were damaged: a value or one typed error.
 
 JSON is in ``test_schema.py``. A short run here; more with HYPOTHESIS_MAX_EXAMPLES.
 """

@@ -36,7 +36,7 @@ def _printed(*arguments: object) -> list[Any]:
 
 
 def test_every_schema_is_made_of_the_types_of_today() -> None:
-    """``python -m tests.json_schemas`` writes the files: whoever changes a type sees what a script would see."""
+    """``python -m tests.json_schemas`` writes the files: who changes a type sees what a script would see."""
     made = {file_of(name): text_of(schema) for name, schema in schemas().items()}
     assert {path: path.read_text() for path in DIRECTORY.glob("*.json")} == made
 

@@ -2,7 +2,7 @@
 
 import-linter (pyproject.toml) holds the order of the layers. It sees modules; two rules are about
 names inside torch, and are held here over the syntax trees: private names of torch live in
-``ckptfs/_torch.py``, and nothing is built on torch's own file writer, whose threads lose errors.
+``ckptfs/_torch.py``, and nothing is built on torch's own file writer, since its threads lose errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STOCK_FILES = (
     "torch.distributed.checkpoint._fsspec_filesystem",
 )
 _STOCK_CLASSES = {"FileSystemWriter", "FileSystemReader", "FsspecWriter", "FsspecReader"}
-# Stock .metadata locates its items by this record, which lives beside the writer.
+# Stock .metadata locates its items by this record, which lives next to the writer.
 _RECORD = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 
@@ -93,8 +93,8 @@ def test_private_torch_names_live_in_one_file() -> None:
 def test_nothing_is_built_on_the_stock_file_writer() -> None:
     """No module imports FileSystemWriter, its relatives, or anything of theirs but one record.
 
-    Megatron's loader wants DCP's files below a local path: there, and with one thread, whose errors
-    torch does not lose, the stock writer is what writes them. ``bench`` measures stock writers beside
+    Megatron's loader wants DCP's files below a local path: there, and with one thread (torch does not lose
+    its errors), the stock writer writes them. ``bench`` measures stock writers next to
     ours, and nothing else asks _torch for one.
     """
     megatron = next(path for path in SOURCES if path.name == "megatron.py")

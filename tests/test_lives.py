@@ -1,4 +1,4 @@
-"""docs/design tells the life of a save and of a load as the code lives it."""
+"""docs/design describes the life of a save and of a load as the code lives it."""
 
 from __future__ import annotations
 

@@ -117,14 +117,14 @@ def test_functions_and_classes_for_programs_are_documented(
 
 
 def test_every_page_of_the_docs_became_a_page(manual: Manual) -> None:
-    """A Markdown file that Sphinx does not see would have links and code that nobody looks at."""
+    """A Markdown file that Sphinx does not see would have links and code without a check."""
     pages = {str(p.relative_to(DOCS).with_suffix(".html")) for p in DOCS.rglob("*.md")}
     assert len(pages) > 60
     assert pages <= manual.pages.keys()
 
 
 def test_nothing_is_loaded_from_elsewhere(manual: Manual) -> None:
-    """Scripts, styles, fonts and pictures lie beside the pages: no network, no telemetry."""
+    """Scripts, styles, fonts and pictures are next to the pages: no network, no telemetry."""
     loaded = re.compile(
         r"<(?:script|img|iframe|source|video|audio|embed|object|input|use)\b[^>]*?"
         r"\b(?:src|data|xlink:href)=\"([^\"]+)\"|<link\b[^>]*?\bhref=\"([^\"]+)\""

@@ -35,7 +35,7 @@ REPORT = "told to a person or to a table, and never compared"
 SLOWER = "the call may take longer, never less: a busy machine changes nothing"
 LABS = "the labs run one test at a time"
 
-# (file, what it measures): why nobody else can disturb it. "elapsed" is a subtraction of clock readings.
+# (file, what it measures): why nothing else can disturb it. "elapsed" is a subtraction of clock readings.
 ALLOWED: dict[tuple[str, str], str] = {
     ("bench/test_variants.py", "memory"): "asks only whether the system can tell",
     ("cli/test_look.py", "processor"): "of child processes alone, the least of five runs",
@@ -138,7 +138,7 @@ def found() -> dict[tuple[str, str], list[int]]:
 
 
 def test_every_measure_of_the_process_is_a_known_one() -> None:
-    """A test that measures the whole process is listed with the reason why nobody disturbs it."""
+    """A test that measures the whole process is listed with the reason why nothing disturbs it."""
     unknown = {key: lines for key, lines in found().items() if key not in ALLOWED}
     assert not unknown, "use tests/measures.py, or list the file with its reason in ALLOWED"
 

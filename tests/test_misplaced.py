@@ -53,7 +53,7 @@ READERS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """A fresh run, and a run in a bucket that nobody made."""
+    """A fresh run, and a run in a bucket that was not made."""
 
     kind: str
     run: str
@@ -99,7 +99,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_an_empty_or_new_place_is_nothing(place: Place, reader: str) -> None:
-    """Where nobody wrote yet there is nothing, and that is no error."""
+    """Where no writer was yet there is nothing, and that is no error."""
     assert READERS[reader](place.run, place.options) is None
     if place.kind == "file":
         Path(place.run).mkdir()
@@ -108,7 +108,7 @@ def test_an_empty_or_new_place_is_nothing(place: Place, reader: str) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_bucket_that_is_not_there_is_an_error(place: Place, reader: str) -> None:
-    """It looks like an empty run to nobody: the error names it."""
+    """It looks like an empty run to no caller: the error names it."""
     if not place.nowhere:
         pytest.skip("has no buckets")
     with pytest.raises(ckptfs.NotFoundError, match="no-such-bucket") as caught:

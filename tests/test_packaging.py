@@ -41,7 +41,7 @@ def test_everything_that_contributors_install_is_pinned() -> None:
 
 
 def test_users_get_ranges() -> None:
-    """A dependency has a lower bound and no upper one: others resolve beside it."""
+    """A dependency has a lower bound and no upper one: others resolve with it."""
     texts = [*PROJECT["dependencies"], *(r for extra in EXTRAS.values() for r in extra)]
     requirements = [Requirement(text) for text in texts if not text.startswith("ckptfs[")]
     odd = [str(r) for r in requirements if [s.operator for s in r.specifier] != [">="]]

@@ -1,6 +1,6 @@
 """Progress bars: drawn on a real pseudo-terminal, and nowhere else.
 
-A body runs in a process of its own whose standard error is the terminal. What takes long is held at a
+A body runs in a process of its own with the terminal as its standard error. What takes long is held at a
 storage operation until the test has seen the bar.
 """
 
@@ -92,7 +92,7 @@ class Terminal:
         return re.sub(r"\x1b\[\d*m", "", self.text).split(ERASE)
 
     def read_rest(self) -> str:
-        """All that was written; nobody writes any more."""
+        """All that was written; no one writes any more."""
         while self._read(0.0):
             pass
         return self.text
@@ -121,7 +121,7 @@ def terminal() -> Iterator[Terminal]:
 def started(
     script: str, *arguments: object, stderr: int, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process whose standard error is ``stderr``; it does not outlive a test that fails."""
+    """A process with ``stderr`` as its standard error; it does not outlive a test that fails."""
     env = {name: told for name, told in os.environ.items() if name != "CKPTFS_PROGRESS"}
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", script, *map(str, arguments)],
@@ -208,7 +208,7 @@ def _drawer() -> threading.Thread:
 def test_a_terminal_that_is_gone_is_no_reason_to_fail(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The window was closed: the bar cannot be written, the work and its own error are as ever."""
+    """The window was closed: the bar cannot be written, the work and its own error are as usual."""
     with os.fdopen(os.dup(terminal.slave), "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("TERM", "xterm")
@@ -230,7 +230,7 @@ def _work_without_a_terminal(terminal: Terminal) -> None:
 def test_a_terminal_that_was_stopped_does_not_hold_the_work(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody reads what is drawn (Ctrl-S): the work ends, and leaves the writing thread behind."""
+    """No one reads what is drawn (Ctrl-S): the work ends, and leaves the writing thread behind."""
     os.set_blocking(terminal.slave, False)
     # The kernel moves what was written on, and has room once more: until it has none for long.
     while select.select([], [terminal.slave], [], 0.3)[1]:

@@ -99,7 +99,7 @@ def test_a_release_has_every_file_and_no_other(built: tuple[Path, Path]) -> None
 
 
 def test_a_file_that_does_not_belong_is_seen(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """A wheel that lacks a module, or brings a test along, is told by name."""
+    """A wheel that lacks a module, or brings a test along, is reported by name."""
     _, wheel = built
     forged = tmp_path / wheel.name
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(forged, "w") as new:
@@ -113,7 +113,7 @@ def test_a_file_that_does_not_belong_is_seen(built: tuple[Path, Path], tmp_path:
 
 
 def test_the_readme_example_runs_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """The README's first example works on what a user gets, without this repository beside it."""
+    """The README's first example works on what a user gets, without this repository next to it."""
     _, wheel = built
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")

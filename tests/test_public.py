@@ -22,7 +22,7 @@ def test_what_is_public_is_what_the_page_says(section: page.Section) -> None:
 
 
 def test_the_page_has_these_sections_and_no_other() -> None:
-    """A section that nobody compares would go stale."""
+    """A section without a comparison would go stale."""
     assert list(page.read()) == [section.title for section in page.SECTIONS]
 
 
@@ -71,7 +71,7 @@ def test_what_a_page_shows_is_seen(
 
 
 def test_a_change_would_be_named() -> None:
-    """Gone, different and new are told apart, with both texts."""
+    """Gone, different and new are distinguished, with both texts."""
     before = {"f": "f(a, b)", "g": "g()", "x y": "x y: 1"}
     now = {"f": "f(a)", "x y": "x y: 1", "h": "h: int"}
     assert page.differences(before, now) == [

@@ -1,4 +1,4 @@
-"""No code stands twice: eight lines that are the same in two places are a helper that somebody missed.
+"""No code is there twice: eight lines that are the same in two places are a helper that somebody missed.
 
 Compared are lines of code: comments, docstrings, imports, ``__all__`` and the heads of functions are left out,
 since the parts of one protocol have to look alike there.
@@ -31,7 +31,7 @@ LIMITS = {
     "testing": 0,
 }
 
-Line = tuple[Path, int, str]  # of which file, its number, its code
+Line = tuple[Path, int, str]  # its file, its number, its code
 
 
 def code_lines(path: Path) -> list[Line]:
@@ -109,7 +109,7 @@ STEPS = [f"step_{number} = {number}" for number in range(LINES)]
     ],
 )
 def test_a_repeated_piece_is_found(tmp_path: Path, second: list[str], count: int) -> None:
-    """Planted beside another file; comments, blank lines and imports hide nothing."""
+    """Planted next to another file; comments, blank lines and imports hide nothing."""
     for name, lines in (("a", STEPS), ("b", second)):
         (tmp_path / f"{name}.py").write_text("\n".join(lines))
     assert len(list(repeats(sorted(tmp_path.glob("*.py"))))) == count

@@ -159,7 +159,7 @@ def test_changed_bytes_are_a_value_or_a_typed_error(name: str, data: st.DataObje
     ids=["nothing", "deep list", "deep object", "digits", "no text", "null", "list", "text"],
 )
 def test_what_is_none_is_refused(name: str, data: bytes) -> None:
-    """Nothing of it is a document: a typed error, or None where the question is only whose it is."""
+    """Nothing of it is a document: a typed error, or None where the question is only who owns it."""
     _, decode = VALID[name]
     try:
         assert decode(data) is None

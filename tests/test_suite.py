@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_skipped_tests_are_one_line_with_the_command_that_brings_their_servers() -> None:
-    """Counted by what is lacking, most first; a reason that nobody foresaw counts too."""
+    """Counted by what is lacking, most first; an unforeseen reason counts too."""
     reasons = [
         "Skipped: not installed: radosgw, ceph-mon; run `make lab-install`",
         "Skipped: not installed: azurite-blob; run `make lab-install`",
@@ -54,7 +54,7 @@ def test_what_failed_is_named_with_the_first_line_of_its_error() -> None:
 def test_both_halves_of_the_campaigns_run_whatever_the_first_one_finds(
     tmp_path: Path, short: int, labs: int, status: int
 ) -> None:
-    """`make test-campaigns` tells both halves, and fails where either failed; 5 is "no test chosen"."""
+    """`make test-campaigns` reports both halves, and fails where either failed; 5 is "no test chosen"."""
     fake = tmp_path / "pytest"
     fake.write_text(
         'case "$*" in *tests/crash*) echo the campaigns; echo FAILED one >>$CKPTFS_FAILURES;'
@@ -81,7 +81,7 @@ def test_both_halves_of_the_campaigns_run_whatever_the_first_one_finds(
 def test_ci_prints_the_seconds_of_each_stage_and_stops_at_the_first_that_fails(
     tmp_path: Path, failing: str
 ) -> None:
-    """Also of the stages before the one that failed, whose exit code is that of the whole."""
+    """Also of the stages before the one that failed; its exit code is that of the whole."""
     fake = tmp_path / "make"
     fake.write_text(f"#!/bin/sh\n[ $1 = {failing} ] && exit 7\nexit 0\n")
     fake.chmod(0o755)
@@ -158,7 +158,7 @@ def test_after():
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_test_that_never_returns_from_a_call_ends(tmp_path: Path, processes: int) -> None:
-    """Its stack is told; with a process beside the one that tells, it is a failure and the rest runs."""
+    """Its stack is printed; with a process next to the one that reports, it is a failure and the rest runs."""
     (tmp_path / "test_hanging.py").write_text(HANGS)
     (tmp_path / "conftest.py").write_text(
         "from tests import ending\nfrom tests.ending import *\n"

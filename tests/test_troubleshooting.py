@@ -69,7 +69,7 @@ def shown(name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No account of whoever runs this."""
+    """No account of the user of this test."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "CKPTFS_"))]:
         monkeypatch.delenv(name)
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
@@ -78,7 +78,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_error_has_its_entry_and_every_entry_its_error() -> None:
-    """Whoever adds a class says what to do about it; nothing stands there that is gone."""
+    """A new class comes with what to do about it; nothing is there that is gone."""
     assert set(TROUBLES) | NOT_MADE | {BASE} == set(classes())
     for name in {*TROUBLES, *NOT_MADE}:
         assert shown(name).startswith(f"{name}: ")
@@ -102,7 +102,7 @@ def test_the_message_is_the_one_that_the_code_gives(name: str) -> None:
     text = f"{type(error).__name__}: {error}"
     if kind is not CollectiveError and isinstance(error, CollectiveError):
         assert error.all_are(kind)
-        # As the page says: what stands behind the rank.
+        # As the page says: what comes after the rank.
         text = text[text.index(f"{name}: ") :]
     assert text.startswith(f"{name}: ")
     text = text.replace(str(where), "/data/run").replace("faults+file://", "file://")
@@ -126,7 +126,7 @@ def test_every_error_can_be_imported_from_the_top() -> None:
 
 
 def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
-    """Each error stands in the row of its code, once."""
+    """Each error is in the row of its code, once."""
     rows = re.findall(
         r"^\| (\d) \| (.*?) \|$", entry("Exit codes of the command line"), re.MULTILINE
     )

@@ -187,14 +187,14 @@ def test_secrets_are_never_shown(case: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("secret", ["pa/ss", "p@ss/w@rd", "p?a#s"])
 def test_a_password_that_nobody_encoded_is_masked_whole(secret: str) -> None:
-    """A slash or an @ in it does not end the mask: what stands behind it is the password still."""
+    """A slash or an @ in it does not end the mask: what is behind it is the password still."""
     shown = mask_credentials(f"cannot reach s3://key:{secret}@bucket/run, try again")
     assert shown.endswith("@bucket/run, try again")
     for piece in secret.replace("@", "/").split("/"):
         assert piece not in shown
 
 
-SECRET = "S3cr3tV4lue/+x=="  # noqa: S105 - of nobody
+SECRET = "S3cr3tV4lue/+x=="  # noqa: S105 - of no account
 
 
 @pytest.mark.parametrize(

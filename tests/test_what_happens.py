@@ -68,7 +68,7 @@ def wrong_with(row: list[str], page: Path) -> str | None:
 
 
 def test_each_row_is_shown_by_an_existing_test() -> None:
-    """No outcome is told that nobody saw."""
+    """No outcome is listed that no test saw."""
     rows = rows_of(PAGE.read_text())
     assert len(rows) > 30
     found = {row[0]: wrong for row in rows if (wrong := wrong_with(row, PAGE)) is not None}

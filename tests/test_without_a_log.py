@@ -141,7 +141,7 @@ def test_lists_are_in_the_order_of_numbers(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_copy_says_its_step_itself(tmp_path: Path) -> None:
-    """A step that a manifest tells counts, whatever the directory is called; stock beside it by its name."""
+    """A step that a manifest gives counts, whatever the directory is called; stock next to it by its name."""
     run = tmp_path / "run"
     ckptfs.save({"w": torch.ones(4)}, tmp_path / "other" / "final", step=300)
     run.mkdir()

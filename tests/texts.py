@@ -6,7 +6,7 @@ A text is followed backwards from where it is shown: from the arguments of error
 lines and the functions that print; from click's options; from what functions return as text; from parameters and
 dataclass fields that are named for a sentence (reason, why, hint, help, note ...). A name leads to what was assigned,
 appended or bound to it; a parameter to the arguments of all calls; a field to all constructors of classes that have
-it; a call to what the function returns. Functions and fields are told apart by name only, so the list has a
+it; a call to what the function returns. Functions and fields are distinguished by name only, so the list has a
 text too many here and there, and none too few. A hole of an f-string is {}, and what fills it is followed too.
 """
 
@@ -36,12 +36,12 @@ WRITTEN_IN = re.compile(
 MARKUP = re.compile(r"</?\w+[ >](?!/)")
 # Fewer words are a name, a key or a piece of a sentence.
 MIN_WORDS = 3
-# Calls whose result has the texts of their arguments.
+# Calls with a result that has the texts of their arguments.
 _PASSED_ON = frozenset(
     {"sorted", "list", "tuple", "set", "reversed", "enumerate", "zip", "str", "chain", "dict", "filter",
      "mask_credentials", "frozenset", "iter", "next"}
 )  # fmt: skip
-# Methods whose result has the texts of their object.
+# Methods with a result that has the texts of their object.
 _OF_OBJECT = frozenset(
     {"format", "items", "values", "get", "pop", "strip", "rstrip", "lstrip", "removesuffix",
      "removeprefix", "capitalize", "partition", "rpartition", "split", "replace", "copy"}

@@ -23,7 +23,7 @@ MOMENTS = {
 @pytest.mark.campaign
 @pytest.mark.parametrize(("version", "moment"), [("4.2", "sealing"), ("3", "writing")])
 def test_an_older_job_on_another_node_is_fenced(labs: Labs, version: Version, moment: str) -> None:
-    """It stands in the middle of a save while a job on b takes the run over and commits the same step:
+    """It is stopped in the middle of a save while a job on b takes the run over and commits the same step:
     both of its ranks get a typed error, nothing of what it writes late is believed, on either node.
     """
     fence_the_older(labs(version), moment)

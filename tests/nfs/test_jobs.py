@@ -33,7 +33,7 @@ def test_row8_a_directory_that_all_ranks_make_is_made(lab42: NfsLab) -> None:
 
 @pytest.mark.campaign
 def test_row10_all_ranks_take_one_branch(lab: NfsLab) -> None:
-    """Row 10: a plain look differs between the nodes; where to go on is the same answer on all ranks."""
+    """Row 10: a plain look differs between the nodes; where to continue is the same answer on all ranks."""
     with Crowd(lab, branches, {"run": lab.fresh("row10")}) as crowd:
         values = crowd.values()
     assert [value["plain"] for value in values] == [True, True, False, False], "the control"
@@ -43,7 +43,7 @@ def test_row10_all_ranks_take_one_branch(lab: NfsLab) -> None:
 
 @pytest.mark.campaign
 def test_row22_what_is_shared_is_found_by_a_token(lab42: NfsLab) -> None:
-    """Row 22: equal hostnames and equal device and inode numbers of private disks mislead nobody."""
+    """Row 22: equal hostnames and equal device and inode numbers of private disks mislead no rank."""
     args = {"run": lab42.fresh("row22"), "name": f"row22-v{lab42.version}"}
     with Crowd(lab42, hosts, args) as crowd:
         values = crowd.values()
@@ -57,7 +57,7 @@ def test_row22_what_is_shared_is_found_by_a_token(lab42: NfsLab) -> None:
 
 
 def test_row29_retention_survives_a_file_that_is_open(lab42: NfsLab) -> None:
-    """Row 29: rmtree is "Directory not empty"; retention goes on, and the rest is removed later."""
+    """Row 29: rmtree is "Directory not empty"; retention continues, and the rest is removed later."""
     run = lab42.fresh("row29")
     with Crowd(lab42, removals, {"run": run}, per_node=2) as crowd:
         values = crowd.values()

@@ -1,9 +1,9 @@
-"""SIGKILL of one rank of four, on two NFS clients, at random moments; then a new job goes on.
+"""SIGKILL of one rank of four, on two NFS clients, at random moments; then a new job continues.
 
 A moment is a random time after the ranks have met, within what a life takes that finds what a death
 left: in the claim, a restore, any part of a save, between two of them. After each death:
 
-* whoever survives is told within the deadline, by a typed error;
+* the survivors get a typed error within the deadline;
 * the next job restores a step that was committed, or the one after it, with every bit right.
 """
 
@@ -24,8 +24,8 @@ from tests.nfs.lives import live
 SIZE = 4
 SAVES = 2
 LONGER = 1.3  # than a life in peace: it tidies up after a death
-# The deadline of a silence. Whoever dies after it was heard of is known in seconds; of one that dies
-# before it has said anything nobody can tell more than that it is silent.
+# The deadline of a silence. A death after the first message is known in seconds; of a rank that dies
+# before it has said anything only its silence is known.
 SILENCE_S = 30
 TOLD_WITHIN_S = SILENCE_S + 90.0  # the machine of the tests may be busy
 TOLD = {"CollectiveError", "CommitInDoubtError", "ControlPlaneLostError", "DeadlineError"}
@@ -33,7 +33,7 @@ TOLD = {"CollectiveError", "CommitInDoubtError", "ControlPlaneLostError", "Deadl
 
 @dataclass
 class Lives:
-    """One run that job after job goes on with. committed: the newest step that anybody was told of."""
+    """One run that job after job continues. committed: the newest step that any rank learned of."""
 
     lab: NfsLab
     chance: random.Random
@@ -42,7 +42,7 @@ class Lives:
     peace_s: list[float] = field(default_factory=list)
     slowest_s: float = 0.0
     in_doubt: int = 0
-    in_saves: int = 0  # deaths that a survivor, who had come to its saves, was told of
+    in_saves: int = 0  # deaths that a survivor, who had come to its saves, learned of
 
     def __post_init__(self) -> None:
         self.run = self.lab.fresh("lives")
@@ -123,7 +123,7 @@ def kill_each_rank(lab: NfsLab, times: int, seed: int) -> Lives:
 @pytest.mark.timeout(600)
 @pytest.mark.campaign
 def test_after_a_rank_was_killed_the_next_job_goes_on(lab42: NfsLab) -> None:
-    """Each of four ranks on two clients dies at random moments; the others are told, nothing is lost."""
+    """Each of four ranks on two clients dies at random moments; the others get an error, nothing is lost."""
     kill_each_rank(lab42, 1, seed=random.randrange(1 << 30))
 
 

@@ -16,7 +16,7 @@ from tests.nfs.team import until
 
 @until_shown
 def test_clients_cache_absence_as_real_ones_do(lab: NfsLab) -> None:
-    """A plain look at what another client has made meanwhile is stale: the lab can show what it is for."""
+    """A plain look at what another client has just made is stale: the lab can show what it is for."""
     run = lab.fresh()
     for _ in range(2):
         assert not lab.b.call(exists, f"{run}/made")

@@ -1,7 +1,7 @@
 """The run log over NFS: two clients append, fold and fence at once; answers are lost; caches are stale.
 
 The judge is the server's own disk: a log without gaps, every entry whole, every acknowledged append
-exactly where its writer was told that it is.
+exactly where its writer was informed that it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEEN_WITHIN_S = 5.0  # by a reader that polls, after a writer's touch; 0.1 s on 
 
 
 def judged(lab: NfsLab, run: str, *racers: logs.Race) -> list[str]:
-    """The write ids in the log, in order, after holding them against what the racers were told."""
+    """The write ids in the log, in order, after a comparison with what the racers were answered."""
     lying_there = lab.server.call(logs.entries_behind, f"{lab.behind(run)}/.ckptfs/log")
     assert list(lying_there) == [f"{n:08d}" for n in range(len(lying_there))], "a gap"
     ids = list(lying_there.values())
@@ -59,7 +59,7 @@ def raced(lab: NfsLab, appends: int) -> None:
 
 
 def test_appends_fences_and_folds_race_from_two_nodes(lab: NfsLab) -> None:
-    """No entry is lost, doubled or torn; readers see a prefix that only grows. One of the clients is told
+    """No entry is lost, doubled or torn; readers see a prefix that only grows. One of the clients gets
     "exists" for each of its own successes.
     """
     raced(lab, 80)
@@ -72,7 +72,7 @@ def test_thousands_of_appends_race_from_two_nodes(lab: NfsLab) -> None:
 
 
 def test_a_link_whose_answer_was_lost_is_known_to_its_winner(lab: NfsLab) -> None:
-    """EEXIST to whoever made the name: it recognises its own entry and appends nothing twice; a number
+    """EEXIST to the client that made the name: it recognises its own entry and appends nothing twice; a number
     that another has taken it does not take for its own.
     """
     run = lab.fresh()
@@ -113,7 +113,7 @@ def test_two_entries_within_one_tick_are_both_seen_after_the_touch(lab: NfsLab) 
 
 
 def test_a_writer_that_sees_an_old_end_appends_after_the_real_one(lab: NfsLab) -> None:
-    """Whoever decides by what it sees is told "exists" by the server, reads what is there, decides again."""
+    """A client that decides by what it sees gets "exists" from the server, reads what is there, decides again."""
     run = lab.fresh()
     lab.a.call(logs.make, run)
     with stopped(lab):
@@ -144,7 +144,7 @@ def test_a_reader_that_polls_is_never_late_beyond_what_is_told(lab: NfsLab) -> N
 
 
 def begun(lab: NfsLab) -> tuple[str, str]:
-    """A run whose step_1 is committed and projected, and its attempt's path as b still knows it."""
+    """A run with step_1 committed and projected, and its attempt's path as b still knows it."""
     run = lab.fresh()
     old = lab.a.call(runs.begin_commit, run, "step_1", {"f": b"one", "g": b"two"})
     lab.b.call(os.listdir, old)
@@ -174,7 +174,7 @@ def test_what_a_stale_client_adds_to_a_committed_step_is_not_part_of_it(lab: Nfs
 
 @until_shown
 def test_what_a_stale_client_overwrites_in_a_committed_step_is_told(lab: NfsLab) -> None:
-    """A write to a file's old name damages the committed one; its digest says so, nobody believes it."""
+    """A write to a file's old name damages the committed one; its digest says so, no reader believes it."""
     run, old = begun(lab)
     lab.b.call(runs.overwrite, f"{old}/f", b"ONE")
     shows(lab.server.call(runs.contents, f"{lab.behind(run)}/step_1/f") == b"ONE")

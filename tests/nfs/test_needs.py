@@ -1,6 +1,6 @@
 """needs.md N1 to N4 on two NFS clients: a whole node dies in the middle of a save, the next job resumes.
 
-The survivors are told in time, what was committed before is there, and training ends bit for bit where it
+The survivors learn it in time, what was committed before is there, and training ends bit for bit where it
 would have ended in one go.
 """
 
@@ -81,7 +81,7 @@ def assert_n3(ranks: list[Any]) -> None:
 
 
 def check_n4(wreck: Wreck) -> None:
-    """Training had gone on; the failure is raised on all survivors; hooks have heard of commits only."""
+    """Training had continued; the failure is raised on all survivors; hooks have got commits only."""
     assert_told(wreck.survivors["N4"], wreck.died_s)
     ranks = wreck.again("N4")
     for rank in ranks:

@@ -1,7 +1,7 @@
 """A directory that eight ranks on two NFS clients make and write into, in rounds, absence cached before.
 
 ``ckptfs.ensure_dir`` never lets a rank meet "no such directory"; the usual pattern (rank 0 makes it, a
-barrier, all write) does in the same rounds, on the node whose client had cached that it was missing.
+barrier, all write) does in the same rounds, on the node with a client that had cached its absence.
 """
 
 from __future__ import annotations

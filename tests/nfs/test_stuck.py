@@ -1,4 +1,4 @@
-"""A rank hangs in the kernel, because its hard mount has lost the server: nobody hangs with it.
+"""A rank hangs in the kernel, because its hard mount has lost the server: no other hangs with it.
 
 The server is out of reach of client b alone: its line to a, where the store of the job is, works, and its
 heart beats. What a rank on b waits for cannot be interrupted; that of a process's other threads can.
@@ -26,7 +26,7 @@ def warm(lab42: NfsLab) -> None:
 
 
 def test_the_others_name_the_rank_the_host_and_the_path(lab42: NfsLab) -> None:
-    """CollectiveError within timeout_s; the rank itself has the same once its call returns; then all goes on."""
+    """CollectiveError within timeout_s; the rank itself has the same once its call returns; then all continues."""
     run, gate = lab42.fresh(), Gate(lab42.b)
     uri = f"faults+file://{run}/step_2"
     ranks = start(

@@ -205,7 +205,7 @@ def test_a_rewrite_in_place_is_missed_and_a_replacement_is_not(lab: NfsLab) -> N
 
 @until_shown
 def test_a_file_that_is_replaced_all_the_time_is_read_whole(lab: NfsLab) -> None:
-    """Reads in a loop beside replacements by another node: old or new, never torn, no ESTALE comes out."""
+    """Reads in a loop during replacements by another node: old or new, never torn, no ESTALE comes out."""
     run = lab.fresh()
     lab.a.call(ours, run, "replace", "f", b"0" * 4000)
     count, found = at_once(
@@ -260,7 +260,7 @@ def test_a_mapped_file_that_is_cut_short_is_zeros_or_a_dead_process(lab: NfsLab)
         lab.a.call(os.truncate, f"{run}/f", 100)
         time.sleep(GAP_S)
         lab.b.call(os.listdir, run)
-        lab.b.call(naive_read, f"{run}/f")  # any open tells the client
+        lab.b.call(naive_read, f"{run}/f")  # any open informs the client
         ended, byte = lab.b.call(touch_mapped, "map", size_bytes - 1)
         assert ended == signal.SIGBUS or byte == b"\0", (ended, byte)
         with pytest.raises(IntegrityError, match="ends at byte 100"):

@@ -120,7 +120,7 @@ def write(path: str, data: bytes) -> None:
 
 
 def rewrite(path: str, data: bytes) -> None:
-    """In place, as nobody should: same inode, same size."""
+    """In place, as no program should: same inode, same size."""
     fd = os.open(path, os.O_WRONLY)
     os.write(fd, data)
     os.close(fd)
@@ -243,7 +243,7 @@ def maps(below: str) -> list[str]:
 
 
 def close_all() -> None:
-    """Let go of what is held."""
+    """Release what is held."""
     while _open:
         _, held = _open.popitem()
         if isinstance(held, int):

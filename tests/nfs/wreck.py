@@ -5,7 +5,7 @@
         wreck.again("N3")            the job once more: on both clients, and what its ranks say
     lost_under_torchrun(lab, "N3", args)       one job of the real launcher that loses client b the same way
 
-Each job stands at the close of a data file that rank 3 (rank 1, where the first client dies) has written.
+Each job waits at the close of a data file that rank 3 (rank 1, where the first client dies) has written.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Wreck:
             return [*first, *crowd.values()]
 
     def again_by_torchrun(self, name: str) -> list[Any]:
-        """The same under the real launcher; not N1, whose driver is none of its ranks."""
+        """The same under the real launcher; not N1: its driver is none of its ranks."""
         programs = under_torchrun(self.lab, name, self._args(name))
         ends = [program.wait(RESULT_S) for program in programs]
         assert [end.status for end in ends] == [0, 0], "\n".join(end.output for end in ends)
@@ -127,7 +127,7 @@ class Wreck:
 def under_torchrun(
     lab: NfsLab, name: str, args: Mapping[str, Any], *, fault: str = ""
 ) -> tuple[Program, Program]:
-    """Start a job on both clients by the real launcher; not N1, whose driver is none of its ranks."""
+    """Start a job on both clients by the real launcher; not N1: its driver is none of its ranks."""
     words = ["-m", "tests.nfs.launched", JOBS[name].body.__name__, json.dumps(dict(args))]
     environment = {
         "CKPTFS_TIMEOUT_S": str(TIMEOUT_S),

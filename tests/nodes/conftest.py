@@ -1,7 +1,7 @@
 """Machines for the tests of this directory: skipped where they cannot be, an error in CI.
 
 ``trainers`` are three for the whole session, on the host's loopback: containers of one hostname, so that
-whoever compares names is wrong from the start. Ranks are forked there from processes that are warm, so
+code that compares names is wrong from the start. Ranks are forked there from processes that are warm, so
 tests that need no more than two machines take the first two, and a run of their own on each disk.
 """
 
@@ -19,7 +19,7 @@ from tests.lab.nodes import Private, Shared
 
 MakeNodes = Callable[..., Nodes]
 
-# Beside /scratch, a tmpfs of each, and /shared, one directory.
+# In addition to /scratch, a tmpfs of each, and /shared, one directory.
 MOUNTS = {
     "/bound": Shared(),  # /shared again
     "/data": (Shared("a"), Shared("b"), Shared("b")),  # two directories behind one path

@@ -1,6 +1,6 @@
 """Who shares what, on machines where the same path is the same disk, another disk, or a private one.
 
-Three containers of one hostname, two ranks each, whose process ids are equal too; what is mounted where
+Three containers of one hostname, two ranks each, with equal process ids too; what is mounted where
 is in conftest.py.
 """
 

@@ -79,7 +79,7 @@ def test_an_unplugged_node_reaches_nobody(make_nodes: MakeNodes) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_node_outlives_its_caller(make_nodes: MakeNodes, number: signal.Signals) -> None:
-    """``python -m tests.lab nodes`` tells how to enter a node; killed or interrupted, all of it goes:
+    """``python -m tests.lab nodes`` says how to enter a node; killed or interrupted, all of it goes:
     every process of the nodes, their directories, and no interface is left behind.
     """
     make_nodes(1)  # skips where there can be none

@@ -1,7 +1,7 @@
 """N1 to N4 on machines with a disk of their own each: torchrun over two, a driver on a third.
 
 One life of a run, in three jobs: a whole machine dies in the middle of a save; it comes back and the
-job goes on to the end; it is replaced by an empty one.
+job continues to the end; it is replaced by an empty one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def a_machine_dies_in_the_middle_of_a_save(
     nodes: Nodes, home: Path, *, victim: int, mode: str = "async"
 ) -> list[str]:
     """N4: a save is on its way, ``latest`` has not moved, a whole machine dies: within the deadline the
-    others are told which. Returns what each rank should end with.
+    others learn which. Returns what each rank should end with.
     """
     gate, pending_deletes = home / "gate", 2 * victim + 1
     fault = f"hold={gate}:close:*__{pending_deletes}_0.distcp:2@{pending_deletes}"
@@ -92,7 +92,7 @@ def a_machine_dies_in_the_middle_of_a_save(
 
 
 def kinds(victim: int) -> set[str]:
-    """What survivors may be told: node 0 hosts the store through which ranks talk."""
+    """What survivors may learn: node 0 hosts the store through which ranks talk."""
     lost = {"ControlPlaneLostError", "CommitInDoubtError"} if victim == 0 else set()
     return {"DeadlineError", "CollectiveError", *lost}
 
@@ -144,8 +144,8 @@ def n2_overwriting(second: Job) -> None:
 
 
 def n1_a_driver_and_a_group(second: Job) -> None:
-    """N1: a driver on a machine of its own, where nobody made a directory, and a group on two others:
-    one commit; each finds its part, and who looks for it elsewhere is told where it is.
+    """N1: a driver on a machine of its own, where no directory was made, and a group on two others:
+    one commit; each finds its part, and who looks for it elsewhere learns where it is.
     """
     for told in second.wait("parts").values():
         assert (told["whole"], told["latest"]) == (True, "step_8")
@@ -195,7 +195,7 @@ def job(nodes: Nodes, *words: str, home: Path, fault: str = "") -> Job:
 
 @contextmanager
 def the_driver(nodes: Nodes, job: Job, exchange: Path) -> Iterator[None]:
-    """The driver on the third machine, until it ends well; it tells as the rank after the last."""
+    """The driver on the third machine, until it ends well; it reports as the rank after the last."""
     env = {"CKPTFS_LAB_TOLD": str(job.home), "RANK": str(job.size), "PYTHONPATH": str(REPOSITORY)}
     words = [sys.executable, PROGRAM, "drive", f"{RUN}-parts", str(exchange)]
     process = nodes[2].start(words, log=job.home / "driver.log", env=env)
@@ -208,7 +208,7 @@ def the_driver(nodes: Nodes, job: Job, exchange: Path) -> Iterator[None]:
 
 
 def staged(job: Job, rank: int) -> list[int]:
-    """The steps whose save has returned on a rank."""
+    """The steps with a save that has returned on a rank."""
     return [told["step"] for told in job.told(rank) if told["event"] == "staged"]
 
 

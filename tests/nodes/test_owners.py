@@ -108,8 +108,8 @@ def namesake_on(node: Node, pid: int) -> Iterator[None]:
 
 
 def test_equal_hostnames_and_pids_say_nothing_about_life_or_death(make_nodes: MakeNodes) -> None:
-    """In a container of the owner's hostname another process has the owner's number. Nobody there calls
-    the owner dead while it lives, or takes that process for it afterwards: the lease tells. In the
+    """In a container of the owner's hostname another process has the owner's number. No process there calls
+    the owner dead while it lives, or takes that process for it afterwards: the lease decides. In the
     owner's own container its death is seen at once.
     """
     nodes = make_nodes(2, hostnames=("trainer", "trainer"), network=False)
@@ -131,7 +131,7 @@ def test_equal_hostnames_and_pids_say_nothing_about_life_or_death(make_nodes: Ma
 
 
 def test_a_proc_that_shows_other_numbers_kills_no_living_owner(make_nodes: MakeNodes) -> None:
-    """In a pid namespace under the host's /proc the owner's own number is nobody's there: it is not
+    """In a pid namespace under the host's /proc the owner's own number is unused there: it is not
     taken for dead, and its death is seen at once all the same.
     """
     (node,) = make_nodes(1, network=False, fresh_proc=False)

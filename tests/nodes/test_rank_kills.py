@@ -69,7 +69,7 @@ def one_life(
     nodes: Nodes, chance: random.Random, victim: int | None, phase: int, *, at_least: int, run: str
 ) -> tuple[int, int]:
     """Four ranks live; one of them dies at a moment of chance. Returns the last step that one of them
-    told as saved, and the last that one of them began. phase: 0 from the start, else from that save on.
+    reported as saved, and the last that one of them began. phase: 0 from the start, else from that save on.
     at_least: what they must find.
     """
     mode, later_s = chance.choice(["sync", "async"]), 0.0
@@ -135,7 +135,7 @@ def many_lives(nodes: Nodes, kills_of_each: int, seed: int, *, first_phase: int,
 
 @pytest.mark.timeout(600)
 def test_each_rank_is_killed_at_a_random_moment(trainers: Nodes) -> None:
-    """Whoever dies, and when: the others are told, the next start finds the old or the new state whole."""
+    """Whichever rank dies, and when: the others get an error, the next start finds the old or the new state whole."""
     many_lives(trainers, 1, random.randrange(1 << 32), first_phase=1, run="/scratch/few")
 
 

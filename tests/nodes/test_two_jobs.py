@@ -18,7 +18,7 @@ RUN = "/shared/run"
 
 
 def test_two_jobs_on_one_run_from_two_nodes(make_nodes: MakeNodes, tmp_path: Path) -> None:
-    """The second job is told who has the run; after it took the run by force the first one, whose seal
+    """The second job learns who has the run; after it took the run by force the first one, with a seal that
     was on its way, commits nothing any more, on no rank; all that is listed is whole.
     """
     one, two = make_nodes(2)
@@ -28,7 +28,7 @@ def test_two_jobs_on_one_run_from_two_nodes(make_nodes: MakeNodes, tmp_path: Pat
 def fencing_holds(
     one: list[Machine], two: list[Machine], run: str, home: Path, *, warm: bool = False
 ) -> None:
-    """Two torchruns, two ranks each; whose turn it is, the files of ``Job`` say."""
+    """Two torchruns, two ranks each; the files of ``Job`` say which has the turn."""
     gate = home / "gate"
     # The log: fence, seal of old_1; the seal of old_2 stops before it is written.
     fault = f"hold={gate}:create:*/log/*:3@0"

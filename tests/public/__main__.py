@@ -1,4 +1,4 @@
-"""``make public``: writes docs/reference/public.md anew, and says what it changed."""
+"""``make public``: writes docs/reference/public.md again, and says what it changed."""
 
 from __future__ import annotations
 

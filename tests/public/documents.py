@@ -51,7 +51,7 @@ def _paths(command: str, where: str, value: Any) -> Iterator[str]:
             else:
                 path = f"{where}.{key}".lstrip(".")
                 yield path
-                # An error is one document, wherever it stands.
+                # An error is one document, wherever it is.
                 yield from () if key == "error" and where else _paths(command, path, inner)
     elif isinstance(value, list):
         for inner in value:

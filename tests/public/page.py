@@ -1,6 +1,6 @@
 """docs/reference/public.md: made of the code, read back, and compared.
 
-A section is a heading, a sentence, and one block of lines; what stands before the first ``(`` or ``: ``
+A section is a heading, a sentence, and one block of lines; what is before the first ``(`` or ``: ``
 of a line is a name, the rest is what it looks like.
 """
 
@@ -134,7 +134,7 @@ def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def write() -> None:
-    """The page anew."""
+    """The page again."""
     parts = [_TOP]
     for section in SECTIONS:
         lines = "\n".join(section.lines())

@@ -30,7 +30,7 @@ __all__ = ["imported", "lines_of", "module", "read_lines_of"]
 # Special methods by which a class is used; the others say how it is made.
 _USED = ("__call__", "__contains__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__")
 _PLAIN = (str, int, float, bool, bytes, tuple, frozenset, type(None))
-_SHORT = 60  # a longer text is for people: it may be worded anew
+_SHORT = 60  # a longer text is for people: its words may change
 _NO_BASES = {"object", "Generic", "Protocol", "ABC"}
 
 

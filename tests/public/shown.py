@@ -50,7 +50,7 @@ class Shown:
 
 
 def pages() -> list[Path]:
-    """Pages, and the examples beside them."""
+    """Pages, and the examples next to them."""
     docs = ROOT / "docs"
     found = [*docs.rglob("*.md"), *docs.glob("integrations/*.py"), ROOT / "README.md"]
     return sorted(path for path in found if path != PAGE)
@@ -87,7 +87,7 @@ def _add_code(text: str, found: Shown) -> None:
 
 
 def _shown_whole(text: str) -> Iterator[str]:
-    """Modules whose exports the built manual documents all."""
+    """Modules with all exports documented in the built manual."""
     for module, options in _AUTOMODULE.findall(text):
         if ":members:\n" in options:
             yield module

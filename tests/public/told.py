@@ -174,7 +174,7 @@ def loggers(pages: Iterable[Path]) -> Iterator[str]:
     for name in sorted(named):
         if any(one == name or one.startswith(f"{name}.") for one in used):
             yield name
-    # Whoever silences or collects all of ckptfs does it at one name.
+    # All of ckptfs is silenced or collected at one name.
     yield from sorted(one for one in used if one.partition(".")[0] != "ckptfs")
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md, measured anew: ``make scale``, or ``python -m tests.scale 8 64 512``.
+"""The tables of docs/scale.md, measured again: ``make scale``, or ``python -m tests.scale 8 64 512``.
 
 For each kind of storage and number of ranks, 8 on a node: operations counted against their formulas,
 bytes through the control plane, and how long the coordinator takes for the longest step. Local disks of

@@ -104,7 +104,7 @@ FORMULAS: Mapping[Kind, Mapping[str, str]] = {
     Kind.OBJECTS: _OBJECTS,
 }
 
-# A save of torch.distributed.checkpoint into a new directory whose parent is there.
+# A save of torch.distributed.checkpoint into a new directory with a parent that is there.
 STOCK = _read("create R+1, mkdir R, rename 1, stat 2R, sync R+1")
 
 # One step of a control over a store, its keys deleted again by the next one; R ranks.
@@ -117,7 +117,7 @@ STEP_OPERATIONS: Mapping[str, Callable[[int], int]] = {
     "compare_set": lambda r: 3,
     "delete_key": lambda r: r - 1 + 6,
 }
-# What is added where each rank is told a piece of its own.
+# What is added where each rank gets a piece of its own.
 STEP_PIECES: Mapping[str, Callable[[int], int]] = {
     "set": lambda r: r - 1,
     "get": lambda r: r - 1,
@@ -135,7 +135,7 @@ LARGE = Sizes(4096, 8)
 
 
 def save_table() -> list[str]:
-    """A save on a filesystem, ours beside stock's: the rows of docs/scale.md, with 4096 ranks on 512 nodes."""
+    """A save on a filesystem, ours and stock's: the rows of docs/scale.md, with 4096 ranks on 512 nodes."""
     shared, local = formula(Kind.SHARED, "save"), formula(Kind.LOCAL, "save")
     rows = [
         "| | shared directory | at 4096 | node-local disks, all | at 4096 | stock DCP | at 4096 |"

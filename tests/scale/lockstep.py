@@ -6,11 +6,11 @@
     rank 0 runs to its next step -> rank 1 -> ... -> rank n-1 -> rank 0: all are there, it decides,
     reads the answer, and runs to its next step -> rank 1 reads the answer, ...
 
-A rank is a thread, and exactly one of them runs: a step costs one switch per rank, nobody is woken for
+A rank is a thread, and exactly one of them runs: a step costs one switch per rank, none is woken for
 nothing, and what the ranks do to storage comes in the order of their numbers, the same every time. So
 counts are exact, and races are never seen (``simulate`` is for those). Values and errors go through
 the codec of the real control plane, and its sizes are what is counted. The answer is decoded once and
-all ranks get the same object: code that changed what it was told would be found out at small sizes,
+all ranks get the same object: code that changed what it received would be found out at small sizes,
 under ``simulate``.
 """
 
@@ -137,7 +137,7 @@ class _Step:
 
 
 class _Ring:
-    """Whose turn it is. Only the rank whose turn it is touches anything here, so nothing is locked."""
+    """Which rank has the turn. Only that rank touches anything here, so nothing is locked."""
 
     def __init__(self, worlds: tuple[World, ...]) -> None:
         self.worlds = worlds

@@ -39,7 +39,7 @@ class StockCost:
 
 
 class _Planner(DefaultSavePlanner):
-    """Stock's planner, told what each rank has instead of a state dict."""
+    """Stock's planner, given what each rank has instead of a state dict."""
 
     def __init__(self, share: Shard) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ STEPS = 5
 
 
 class CountedStore:
-    """A c10d store whose requests are counted by the step that they are for. Clones count together."""
+    """A c10d store that counts its requests by the step that they are for. Clones count together."""
 
     def __init__(self, store: Any, counts: Counter[tuple[str, str]], lock: threading.Lock) -> None:
         self._store, self._counts, self._lock = store, counts, lock
@@ -92,7 +92,7 @@ def test_a_step_asks_the_store_as_often_as_the_formula_says(ranks: int) -> None:
     """Requests of one step, its keys deleted again, equal the formula at every size."""
     with _controls(ranks) as (controls, counts):
         _on_all(ranks, lambda r: [controls[r].step("s", lambda: r, len) for _ in range(STEPS)])
-    # The last one is deleted by whoever leaves last, by other means.
+    # The last one is deleted by the rank that leaves last, by other means.
     for number in range(STEPS - 1):
         assert _of_step(counts, number) == {op: f(ranks) for op, f in STEP_OPERATIONS.items()}
 

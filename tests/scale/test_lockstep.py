@@ -57,7 +57,7 @@ def test_a_failure_and_an_early_end_reach_all() -> None:
 
 
 def test_a_value_that_cannot_be_pickled_is_its_ranks_failure() -> None:
-    """As between processes: all learn whose it was, and nobody raises anything else."""
+    """As between processes: all learn which rank it was, and none raises anything else."""
 
     def work(control: Control) -> None:
         control.step("tell", lambda: threading.Lock() if control.rank == 1 else None)
@@ -78,7 +78,7 @@ def test_different_calls_are_told_apart() -> None:
 
 
 def test_a_clone_that_only_some_use_is_an_error_and_no_hang() -> None:
-    """In turns nobody waits for ever: ranks in different controls are told so."""
+    """In turns no rank hangs: ranks in different controls get an error."""
 
     def work(control: Control) -> None:
         other = control.clone()

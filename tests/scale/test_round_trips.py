@@ -106,7 +106,7 @@ def _save(run: Any, wire: Wire, name: str, if_exists: Any = "error") -> list[int
 
 
 def test_a_held_save_asks_as_often_as_the_page_says(wire: Wire) -> None:
-    """What nobody waits for runs behind, and what does not depend on each other is asked at once."""
+    """What no call waits for runs behind, and what does not depend on each other is asked at once."""
     with ckptfs.prepare_run(URI) as run:
         _save(run, wire, "step_0")  # the first one of a process probes the store
         found = [_save(run, wire, f"step_{n}") for n in range(1, 1 + TRIES)]
@@ -124,7 +124,7 @@ def test_a_name_that_is_taken_costs_what_the_page_says(wire: Wire) -> None:
 
 
 def test_reading_asks_as_often_as_the_page_says(wire: Wire) -> None:
-    """What was saved last, what else lies there, and whether the log is whole are asked at once."""
+    """What was saved last, what else is there, and whether the log is whole are asked at once."""
     with ckptfs.prepare_run(URI) as run:
         _save(run, wire, "step_1")
     latest, load = [], []
@@ -141,7 +141,7 @@ def test_reading_asks_as_often_as_the_page_says(wire: Wire) -> None:
 
 
 def test_an_older_save_goes_as_the_page_says(wire: Wire) -> None:
-    """Its entry is tried before the log is read, and what lies under its names is read with the fence."""
+    """Its entry is tried before the log is read, and what is under its names is read with the fence."""
     found = []
     with ckptfs.prepare_run(URI) as run:
         retirer = Retirer(run, Keep(latest=1), lambda _: True)

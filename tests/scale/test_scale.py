@@ -9,7 +9,7 @@ import pytest
 from tests.scale.formulas import FORMULAS, formula
 from tests.scale.simulation import Cost, Kind, Sizes, run_world
 
-# Of the answer to "write", per rank: its counters, which every rank is told. Nothing else of what all
+# Of the answer to "write", per rank: its counters, which every rank gets. Nothing else of what all
 # ranks read may grow with their number, or what goes through the store grows with its square.
 COUNTERS_BYTES = 110
 ANSWER_BYTES = 2000
@@ -70,7 +70,7 @@ def test_what_every_rank_reads_does_not_grow_with_their_number(kind: Kind, tmp_p
 
 def test_on_local_disks_metadata_goes_to_the_owners_alone(tmp_path: Path) -> None:
     """Each domain has a .metadata of its own, as large as the checkpoint has items: its owner is sent
-    it, and nobody reads those of the others.
+    it, and no owner reads those of the others.
     """
     costs = run_world(Sizes(32, 4, tensors=50), Kind.LOCAL, tmp_path)
     write = next(step for step in costs["save"].steps if step.label == "write")

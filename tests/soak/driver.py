@@ -5,8 +5,8 @@
     soak.finish()                 one more job in peace; then nothing may be left over
     soak.report                   what happened, for people
 
-After each job: what it restored was a committed step, whole and bit for bit; every rank was told the
-same of each save; a step that somebody was told is committed is there; nobody hangs; descriptors,
+After each job: what it restored was a committed step, whole and bit for bit; every rank got the
+same of each save; a step that was reported as committed is there; no rank hangs; descriptors,
 threads, memory and directories do not grow.
 """
 
@@ -51,7 +51,7 @@ class Soak:
     size_bytes: int
     options: Mapping[str, Any] = field(default_factory=dict)
     deadline_s: float = 60.0
-    # In order; some rank was told so. Begun since then, and nobody was told that it failed.
+    # In order; some rank got that answer. Begun since then, and no rank got the answer that it failed.
     committed: list[int] = field(default_factory=list)
     doubtful: set[int] = field(default_factory=set)
     report: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -88,7 +88,7 @@ class Soak:
         options = {
             "keep_latest": KEEP,
             "storage_options": dict(self.place.storage_options),
-            # Whoever outlives a rank waits so long for it, in each of two calls; they have no other use.
+            # A survivor waits so long for a dead rank, in each of two calls; they have no other use.
             "timeout_s": 60.0 if life.ending is Ending.WELL else self.deadline_s,
             **self.options,
         }
@@ -119,7 +119,7 @@ class Soak:
         if not died:
             assert [r.value for r in results] == ["done"] * self.ranks, [r.error for r in results]
         for result in results:
-            # Whoever outlives a rank is told, ends by itself, and is not told nonsense.
+            # A survivor of a rank gets an error, ends by itself, and gets no nonsense.
             assert result.error is None or died, result.error
         self._judge_resources(said, died=bool(died))
         self._judge_run(said, died=bool(died))

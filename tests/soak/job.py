@@ -68,7 +68,7 @@ class State:
 
 
 def train(rank: Rank) -> Any:
-    """The body of a rank. Tells restored, began, committed, failed, used; returns "done"."""
+    """The body of a rank. Reports restored, began, committed, failed, used; returns "done"."""
     import torch
 
     from ckptfs.events import Event, SaveCommitted, SaveFailed
@@ -97,7 +97,7 @@ def train(rank: Rank) -> Any:
         tell("began", step=step)
         save = functools.partial(manager.save, step, state.items())
         if not tell.guard(step, save):
-            tell.guard(step, save)  # the first call told of an earlier save, and saved nothing
+            tell.guard(step, save)  # the first call reported an earlier save, and saved nothing
         state.become(step + 1)  # the next step's tensors are not what is being saved
         if number % 4 == 3:
             tell.guard(step, lambda: manager.wait(120.0))
@@ -107,7 +107,7 @@ def train(rank: Rank) -> Any:
     tell.guard(step, lambda: manager.wait(120.0))
     manager.close()
     for thread in threading.enumerate():
-        # Told to end; what stays is a leak. The one of LASTING stays for as long as the process.
+        # Asked to end; what stays is a leak. The one of LASTING stays for as long as the process.
         if thread.name.startswith("ckptfs") and thread.name != LASTING:
             thread.join(120)
     tell("closed", **_used())
@@ -136,7 +136,7 @@ class Teller:
             call()
         except CkptfsError as error:
             self.failures += 1
-            # Each try of a claim opens the storage anew, and would meet the same fault for ever.
+            # Each try of a claim opens the storage again, and would meet the same fault each time.
             os.environ.pop("CKPTFS_TEST_FAULT", None)
             told = describe(error)
             self("raised", step=step, type=told["type"], error=told["message"])

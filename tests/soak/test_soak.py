@@ -3,7 +3,7 @@
     make soak      300 asynchronous saves of 200 MB over 4 ranks, on a disk and behind a bad network
 
 CKPTFS_SOAK_SAVES, CKPTFS_SOAK_MB, CKPTFS_SOAK_RANKS and CKPTFS_SOAK_MODE ("sync") say otherwise;
-CKPTFS_SOAK_SEED repeats one, whose seed it printed.
+CKPTFS_SOAK_SEED repeats one by the seed that it printed.
 """
 
 from __future__ import annotations

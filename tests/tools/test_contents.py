@@ -41,7 +41,7 @@ def test_shards_of_two_ranks_are_told() -> None:
 
 
 def test_another_sharding_is_compared_by_data(tmp_path: Path) -> None:
-    """The same values saved by two ranks and by one are equal; one changed element is told with its
+    """The same values saved by two ranks and by one are equal; one changed element is reported with its
     bytes, whatever the sharding.
     """
     whole = state(sharded=False)
@@ -76,7 +76,7 @@ def test_sharded_sources_are_exported_whole(tmp_path: Path) -> None:
 
 
 def test_any_box_is_read(tmp_path: Path) -> None:
-    """Of a sharded tensor, also one that lies across the shards; of an empty one, nothing."""
+    """Of a sharded tensor, also one that crosses the shards; of an empty one, nothing."""
     weight = state(sharded=False)["model"]["weight"]
     with open_contents(STOCK) as opened:
         leaf = opened.contents.leaves["model.weight"]

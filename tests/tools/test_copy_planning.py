@@ -1,4 +1,4 @@
-"""What a copy meets at its target, and what its source loses meanwhile: known before it is too late."""
+"""What a copy meets at its target, and what its source loses in that time: known before it is too late."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_copy_by_hand_is_there_and_one_that_was_interrupted_is_made_whole(tmp_
     assert value_of(target) == 1.0
 
 
-# -- what goes meanwhile ----------------------------------------------------------------------------
+# -- what goes during a copy ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [None, 2])
@@ -108,7 +108,7 @@ def test_what_the_source_deletes_meanwhile_is_left_out_unless_it_was_asked_for(
     assert not list(target.glob(".ckptfs/attempts/*"))
 
 
-# -- where it is to lie -----------------------------------------------------------------------------
+# -- where it is to be -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_target_inside_a_checkpoint_or_in_what_is_a_run_s_own_is_refused(
 
 
 def test_a_target_inside_a_checkpoint_on_s3_is_refused(tmp_path: Path, radosgw: Server) -> None:
-    """The run above is found there too; beside its checkpoints everything is free."""
+    """The run above is found there too; next to its checkpoints everything is free."""
     source, there = save(tmp_path / "run" / "step_1", 1.0), str(radosgw.fresh())
     options = dict(radosgw.storage_options())
     copy_to(source, f"{there}/step_1", target_options=options)

@@ -87,7 +87,7 @@ def test_a_copy_that_is_killed_three_times_goes_on_inside_its_files(
 def test_what_a_power_cut_left_is_compared_before_it_is_believed(
     tmp_path: Path, big: Path, start: Start
 ) -> None:
-    """Bytes that are wrong in a partial file, and in a whole one, are copied anew from there on."""
+    """Bytes that are wrong in a partial file, and in a whole one, are copied again from there on."""
     target = tmp_path / "copy" / "step_1"
     words = ["cp", big, target, "--jobs", 1, "--json"]
     assert start(words, CKPTFS_TEST_FAULT="kill:write:*.distcp:7")().status == -9
@@ -154,7 +154,7 @@ def test_what_lies_under_a_plain_name_of_a_bucket_is_compared_before_it_is_belie
 def test_a_target_that_is_full_or_refuses_is_an_error_and_what_is_there_is_kept(
     tmp_path: Path, big: Path, start: Start, fault: str, code: int, error: str
 ) -> None:
-    """The code says which; the next try goes on with what is there."""
+    """The code says which; the next try continues with what is there."""
     words = ["cp", big, tmp_path / "copy" / "step_1", "--jobs", 1, "--json"]
     full = start(words, CKPTFS_TEST_FAULT=f"fail={fault}:write:*.distcp:6")()
     assert full.status == code, full
@@ -167,7 +167,7 @@ def test_a_target_that_is_full_or_refuses_is_an_error_and_what_is_there_is_kept(
 def test_an_owner_that_takes_the_target_between_two_tries_makes_the_second_begin_anew(
     tmp_path: Path, big: Path, start: Start
 ) -> None:
-    """Its recovery aborts the attempt, whose id is spent then."""
+    """Its recovery aborts the attempt and so spends its id."""
     run = tmp_path / "copy"
     words = ["cp", big, run / "step_1", "--json"]
     assert start(words, CKPTFS_TEST_FAULT="kill:write:*.distcp:6")().status == -9
@@ -262,7 +262,7 @@ def test_a_file_that_another_copy_is_writing_is_left_to_it(
 def test_a_copy_that_stalls_leaves_nothing_behind_once_another_has_committed_the_same(
     tmp_path: Path, start: Start, where: str
 ) -> None:
-    """Between two files, or before its attempt: no attempt lies there for the next owner."""
+    """Between two files, or before its attempt: no attempt is there for the next owner."""
     with ckptfs.checkpoint_dir(tmp_path / "source" / "exp") as path:
         (Path(path) / "sub").mkdir()
         for size, name in enumerate(("sub/c.bin", "sub/.partial-mine", "b.bin", "a.bin"), 1000):
@@ -360,7 +360,7 @@ def test_a_living_owner_is_not_in_the_way_of_a_fresh_name(tmp_path: Path) -> Non
 def test_of_a_run_what_is_missing_is_copied_oldest_first_and_once(
     place: Place, tmp_path: Path
 ) -> None:
-    """Checkpoints, weights and directories; what was deleted there is not brought back unasked."""
+    """Checkpoints, weights and directories; what was deleted there is not brought back by default."""
     source = a_run(Place("file", str(tmp_path / "source")))
     first = copy_to(source.uri, place.uri, target_options=place.options, latest=True)
     assert statuses(first) == {"step_20": "copied"}
@@ -397,7 +397,7 @@ def test_what_the_target_deleted_comes_back_by_its_step_alone(tmp_path: Path) ->
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    """It tells names, sizes and what is due."""
+    """It gives names, sizes and what is due."""
     source = a_run(Place("file", str(tmp_path / "source")))
     report = copy_to(source.uri, tmp_path / "copy", dry_run=True)
     assert {one.status for one in report.checkpoints} == {Status.TO_COPY}

@@ -152,7 +152,7 @@ def test_a_mount_without_hard_links_has_no_exclusive_create(tmp_path: Path) -> N
 
 
 def test_links_that_two_win_are_no_exclusive_create(tmp_path: Path) -> None:
-    """link(2) that overwrites, in the race alone: the probe is honest, the race tells."""
+    """link(2) that overwrites, in the race alone: the probe is honest, the race shows it."""
 
     class Careless(Posix):
         def link(self, source: str, target: str) -> None:
@@ -358,7 +358,7 @@ def test_each_permission_is_reported_by_itself(
 
 
 def test_wrong_credentials_are_an_error_of_their_type(tmp_path: Path) -> None:
-    """Nobody is let in: no report, but the typed error, alike on one rank and on all."""
+    """No access is granted: no report, but the typed error, alike on one rank and on all."""
     refused = faulty(Fault("list", "*", None, Fail(CredentialsError("wrong secret"))))
     with pytest.raises(CredentialsError, match="wrong secret"):
         alone(tmp_path / "run", opener=refused)
@@ -403,7 +403,7 @@ def test_a_visibility_delay_of_three_seconds_is_measured(tmp_path: Path) -> None
 
 
 def test_a_delay_of_everything_also_breaks_the_domains(tmp_path: Path) -> None:
-    """Where ckptfs's own probe meets the delay too, it fails here as a run would, and 3 s are told."""
+    """Where ckptfs's own probe meets the delay too, it fails here as a run would, and 3 s are reported."""
     report = late(tmp_path, 3.0)
     assert report.finding("domains").verdict is FAIL
     assert report.finding("visibility-delay").data["max_s"] >= 3.0
@@ -419,7 +419,7 @@ def test_a_delay_beyond_the_lease_fails(tmp_path: Path) -> None:
 
 
 def test_what_is_never_seen_is_told_as_such(tmp_path: Path) -> None:
-    """Beyond patience: who did not see whose write."""
+    """Beyond patience: who did not see which rank's write."""
     found = late(tmp_path, 1000.0, keys="/seen/fresh").finding("visibility-delay")
     assert found.verdict is FAIL
     assert "did not see rank" in found.seen
@@ -428,7 +428,7 @@ def test_what_is_never_seen_is_told_as_such(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("expect", [Expect.SHARED, None])
 def test_nodes_that_do_not_share_are_named(tmp_path: Path, expect: Expect | None) -> None:
-    """A path said to be shared, two disks: fail with both hosts; unsaid, it is told and is no fault."""
+    """A path said to be shared, two disks: fail with both hosts; unsaid, it is reported and is no fault."""
 
     def opener(node: str) -> Opener:
         def open_here(uri: Uri, _: Mapping[str, Any]) -> Storage:
@@ -448,7 +448,7 @@ def test_nodes_that_do_not_share_are_named(tmp_path: Path, expect: Expect | None
 
 
 def test_clocks_of_ranks_and_place_are_compared(tmp_path: Path) -> None:
-    """A node whose clock is 100 s ahead is named, against rank 0 and against the place."""
+    """A node with a clock 100 s ahead is named, against rank 0 and against the place."""
 
     def body(control: Control) -> Report:
         clock = SharedClock(100.0) if control.rank else Clock()

@@ -107,7 +107,7 @@ def test_inodes_run_out_by_themselves(free: int, verdict: Verdict) -> None:
     ],
 )
 def test_quota_is_known_to_be_off_or_not_known(mount: Mount, verdict: Verdict, advice: str) -> None:
-    """A mount without quota options has none; else a person is told what to ask."""
+    """A mount without quota options has none; else the report says what to ask."""
     [found] = judge_quota([mount, mount])
     assert (found.name, found.verdict) == ("quota", verdict)
     assert advice in found.advice
@@ -246,7 +246,7 @@ EXPIRES = Rule("r", "runs/", expires_days=3)
 def test_rules_that_take_checkpoints(
     rules: Rules | None, name: str, verdict: Verdict, words: str
 ) -> None:
-    """Only rules whose prefix meets the run's count; not permitted to look is an answer."""
+    """Only rules with a prefix that meets the run's count; not permitted to look is an answer."""
     found = {f.name: f for f in judge_rules(rules, "ask the owner")}[name]
     assert found.verdict is verdict
     assert words in found.seen
@@ -303,7 +303,7 @@ def raising(error: CkptfsError) -> Any:
 
 
 def test_what_gcs_answers_is_read() -> None:
-    """Age, prefixes, versions, retention in seconds; one refusal stands for all three."""
+    """Age, prefixes, versions, retention in seconds; one refusal counts for all three."""
     bucket = {
         "versioning": {"enabled": True},
         "retentionPolicy": {"retentionPeriod": "172800"},
@@ -358,7 +358,7 @@ def test_clock_of_the_place(place: tuple[float, float] | None, verdict: Verdict)
 
 
 def test_speed_is_judged_only_where_it_is_hopeless() -> None:
-    """Slow commits and slow transfers warn; a short transfer tells nothing; --needs becomes a time."""
+    """Slow commits and slow transfers warn; a short transfer shows nothing; --needs becomes a time."""
     quick, slow = {"write": (0.01, 0.02)}, {"write": (2.0, 3.0)}
     assert judge_latency(WORLDS, [quick, quick])[0].verdict is OK
     assert judge_latency(WORLDS, [slow, slow])[0].verdict is WARN
@@ -439,7 +439,7 @@ def test_a_corner_says_when_it_was_begun() -> None:
 
 
 def test_what_an_error_becomes() -> None:
-    """Read-only is told from not permitted; credentials never travel."""
+    """Read-only and not permitted are distinguished; credentials never travel."""
     told = Refusal.of(StorageError("at s3://key:secret@host/x", errno=30, hint="see it"))
     assert (told.why, told.hint) == (Why.READ_ONLY, "see it")
     assert "secret" not in told.text

@@ -21,7 +21,7 @@ SECRET = b"what lies elsewhere"
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """A committed directory of files, one of which became a link that leads out of it."""
+    """A committed directory of files; one of them became a link that leads out of it."""
     run = tmp_path / "run"
     (tmp_path / "secret").write_bytes(SECRET)
     with ckptfs.checkpoint_dir(run / "files_1") as path:
@@ -87,7 +87,7 @@ def test_a_fetched_directory_has_what_links_lead_to_if_asked(stock: Path, tmp_pa
 
 
 def test_links_that_stay_in_the_checkpoint_come_back_as_files(tmp_path: Path) -> None:
-    """A directory with a link "newest" to one of its files is fetched and copied as it was saved, unasked."""
+    """A directory with a link "newest" to one of its files is fetched and copied as it was saved, by default."""
     run = tmp_path / "run"
     with ckptfs.DirectoryManager(run) as manager:
         with manager.writing(1) as path:

@@ -75,7 +75,7 @@ def test_only_what_comes_is_told_and_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_aborts_and_deletes_are_told_once_and_void_entries_never(tmp_path: Path) -> None:
-    """A save that never got a seal is named by its own record, where that lies there still."""
+    """A save that never got a seal is named by its own record, where that is still there."""
     run = tmp_path / "run"
     _save(run, 1)
     save_id = ckptfs.latest(run).save_id or ""  # type: ignore[union-attr]
@@ -104,7 +104,7 @@ def test_aborts_and_deletes_are_told_once_and_void_entries_never(tmp_path: Path)
 
 
 def test_an_owner_elsewhere_is_dead_once_its_lease_stood_still(tmp_path: Path) -> None:
-    """Twenty seconds by the watcher's own clock, told once; one that moves again may die again."""
+    """Twenty seconds by the watcher's own clock, reported once; one that moves again may die again."""
     run = tmp_path / "run"
     _save(run, 1)
     _append(run, ELSEWHERE)
@@ -134,7 +134,7 @@ def test_an_owner_elsewhere_is_dead_once_its_lease_stood_still(tmp_path: Path) -
 
 
 def test_a_log_without_exclusive_creates_is_watched(tmp_path: Path) -> None:
-    """An entry that appears below one that was read is told too."""
+    """An entry that appears below one that was read is reported too."""
     run = tmp_path / "run"
     _save(run, 1)  # for the domain's id
     log = run / ".ckptfs" / "log"
@@ -157,7 +157,7 @@ def test_a_log_without_exclusive_creates_is_watched(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_removed_and_begun_anew_is_watched_anew(tmp_path: Path) -> None:
-    """Whoever remembers a place in a log that is gone would wait for ever."""
+    """A watcher that remembers a place in a log that is gone would hang."""
     run = tmp_path / "run"
     for step in range(3):
         _save(run, step)
@@ -174,7 +174,7 @@ def test_a_run_that_was_removed_and_begun_anew_is_watched_anew(tmp_path: Path) -
 def test_failures_of_the_storage_are_waited_out_and_nothing_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of three entries the last one cannot be read at first: each is told once."""
+    """Of three entries the last one cannot be read at first: each is reported once."""
     run = tmp_path / "run"
     _save(run, 1)
     fault = Fault("read", "*/log/00000003", 1, Fail(TransientError("not now")))
@@ -198,7 +198,7 @@ def bucket() -> Iterator[MemoryObjects]:
 
 
 def test_an_idle_poll_of_an_object_store_is_one_request(bucket: MemoryObjects) -> None:
-    """And one more each eighth time, whatever lies there."""
+    """And one more each eighth time, whatever is there."""
     uri = "objects+memory://watched/run"
     for step in range(4):
         _save(uri, step)

@@ -1,4 +1,4 @@
-"""``verify`` as a function: what the storage cannot read, what is deleted meanwhile, what is shared."""
+"""``verify`` as a function: what the storage cannot read, what is deleted in that time, what is shared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> str:
 
 
 def test_what_the_disk_cannot_read_is_a_finding(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EIO in the middle: these bytes are told, and the rest is compared all the same."""
+    """EIO in the middle: these bytes are reported, and the rest is compared all the same."""
     monkeypatch.setenv("CKPTFS_TEST_FAULT", "fail=EIO:read_into:*step_10*:1")
     found = verify([run], deep=True, jobs=1)
     (finding,) = found.all_findings
@@ -103,7 +103,7 @@ def test_a_replacement_that_stopped_half_way_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: str
 ) -> None:
     """Committed, its data in place, what stock readers see still the old one, as a power cut leaves
-    it: whole with a note until the next owner completes it; damage where nobody is at it.
+    it: whole with a note until the next owner completes it; damage where no owner is at it.
     """
     run = f"faults+file://{tmp_path}/run"
     ckptfs.save({"w": torch.zeros(9)}, f"{run}/step_1")
@@ -181,7 +181,7 @@ def test_a_state_that_cannot_be_written_is_told_before_anything_is_read(
 def test_a_state_that_cannot_be_written_any_more_stops_the_verification(
     run: str, tmp_path: Path
 ) -> None:
-    """The directory goes while bytes are read: a verification that cannot remember does not go on."""
+    """The directory goes while bytes are read: a verification that cannot remember stops."""
     (tmp_path / "states").mkdir()
     state = Resumed(tmp_path / "states" / "state.json")
     shutil.rmtree(tmp_path / "states")
@@ -238,7 +238,7 @@ def test_a_copy_binds_its_sidecars_too(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_an_older_version_is_clean_with_a_note(tmp_path: Path) -> None:
-    """Its manifest has no digests of sidecars: it is told what therefore was not looked at."""
+    """Its manifest has no digests of sidecars: the result says what therefore was not looked at."""
     _saved(tmp_path / "run", 1)
     shutil.copytree(tmp_path / "run" / "step_1", tmp_path / "copy" / "step_1")
     for path in (tmp_path / "copy").glob("**/ckptfs.json"):
@@ -260,8 +260,8 @@ def test_a_manifest_that_lists_too_little_is_damage(
     deep: bool,
     kept: str,
 ) -> None:
-    """A copy without its log, whose manifest says that there is nothing, or no data: what is not listed
-    nobody would look at. What .metadata needs is known with --deep.
+    """A copy without its log, with a manifest that says that there is nothing, or no data: no reader would
+    look at what is not listed. What .metadata needs is known with --deep.
     """
     _saved(tmp_path / "run", 1)
     shutil.copytree(tmp_path / "run" / "step_1", tmp_path / "copy" / "step_1")
@@ -286,7 +286,7 @@ def test_a_manifest_that_lists_too_little_is_damage(
 def test_an_entry_that_says_otherwise_than_the_manifest_is_damage(
     tmp_path: Path, field: str, value: object
 ) -> None:
-    """The digest binds the manifest alone: what the entry says beside it is compared too."""
+    """The digest binds the manifest alone: what the entry says in addition is compared too."""
     _saved(tmp_path / "run", 1)
     _saved(tmp_path / "run", 2)
     assert verify([tmp_path / "run"]).verdict is Verdict.CLEAN
@@ -302,7 +302,7 @@ def test_an_entry_that_says_otherwise_than_the_manifest_is_damage(
     "spoil", [lambda p: p.write_text("x"), Path.unlink], ids=["garbage", "gone"]
 )
 def test_damage_below_a_snapshot_is_seen(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
-    """Readers begin at the snapshot and do not meet it; whoever has to fold from the start would."""
+    """Readers begin at the snapshot and do not meet it; one that has to fold from the start would."""
     run = tmp_path / "run"
     _saved(run, 1)
     _saved(run, 2)

@@ -16,7 +16,7 @@ from ckptfs.uri import Uri
 
 T = TypeVar("T")
 
-RUN = Uri.parse("file:///run")  # what every rank is told, wherever its node keeps it
+RUN = Uri.parse("file:///run")  # what every rank is given, wherever its node keeps it
 
 
 @dataclass
@@ -142,7 +142,7 @@ class LosesAnswers(Place):
     """Every first create of a key happens and its answer is lost."""
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
-        """Do it, and say that nobody knows."""
+        """Do it, and say that the outcome is unknown."""
         super().create(key, data, staging=staging)
         raise AnswerLostError("no answer", uri=self.uri(key))
 

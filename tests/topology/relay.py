@@ -24,7 +24,7 @@ class Relay:
         self._threads[0].start()
 
     def cut(self) -> None:
-        """End every connection that stands."""
+        """End every open connection."""
         for end in self._ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -25,7 +25,7 @@ def _run(rank: Rank) -> list[str]:
                         if place < 2:
                             dist.barrier()
                 told.append("")
-            except Exception as error:  # noqa: BLE001 - told to the test
+            except Exception as error:  # noqa: BLE001 - passed to the test
                 told.append(type(error).__name__)
             assert time.monotonic() - began < 30.0  # far below the timeout of the group
     dist.barrier()  # torch's own again

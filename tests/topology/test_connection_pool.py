@@ -1,4 +1,4 @@
-"""Connections to a store are kept for the next client, and for nobody else."""
+"""Connections to a store are kept for the next client, and for no other."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_first_operation_connects_for_all_that_wait_later(relay: Relay) -> N
     ask(store)
     made = relay.accepted
     assert made == 2 + WAITING  # the test's own, the shared one
-    clients = wait_on_threads(store, WAITING - 1)  # beside the one that waits for them
+    clients = wait_on_threads(store, WAITING - 1)  # in addition to the one that waits for them
     assert relay.accepted == made
     clients += wait_on_threads(store, WAITING)
     assert relay.accepted == made + 1
@@ -108,7 +108,7 @@ def test_two_threads_at_once_make_one_set(relay: Relay) -> None:
 
 
 def test_a_short_operation_passes_by_all_that_wait(relay: Relay) -> None:
-    """Heartbeats go on while every other connection of the process waits for a key."""
+    """Heartbeats continue while every other connection of the process waits for a key."""
     store = client_of(relay)
     stuck = [StoreClient(store, f"stuck-{number}") for number in range(WAITING + 2)]
     lost = [client.submit(lambda s: s.wait(["never"])) for client in stuck]
@@ -162,7 +162,7 @@ def test_nothing_that_is_dropped_is_waited_for(relay: Relay) -> None:
 
 
 def test_a_connection_that_was_cut_is_replaced(relay: Relay) -> None:
-    """What a firewall closed while nobody used it costs the next client nothing but a connection."""
+    """What a firewall closed while it was not in use costs the next client nothing but a connection."""
     store = client_of(relay)
     ask(store)
     made = relay.accepted
@@ -176,8 +176,8 @@ def test_a_connection_that_was_cut_is_replaced(relay: Relay) -> None:
 
 
 def test_an_error_half_way_keeps_nothing(relay: Relay) -> None:
-    """After an error of the store an answer may still be on its way: that connection is not kept, whoever
-    else shares it; an error of ckptfs's own came with the answer.
+    """After an error of the store an answer may still be on its way: that connection is not kept, even if
+    another client shares it; an error of ckptfs's own came with the answer.
     """
     store = client_of(relay)
     ask(store)
@@ -202,7 +202,7 @@ def test_an_error_half_way_keeps_nothing(relay: Relay) -> None:
 
 
 def test_a_client_whose_connection_broke_does_not_make_another(relay: Relay) -> None:
-    """Where the store is gone that takes a minute, and whoever leaves would wait for it."""
+    """Where the store is gone that takes a minute, and a rank that leaves would wait for it."""
     store = client_of(relay)
     client = StoreClient(store, "test")
     client.call(lambda s: s.set("key", "1"), 10.0)
@@ -234,7 +234,7 @@ def test_after_an_odd_error_a_wait_holds_up_nobody(relay: Relay) -> None:
 
 
 def test_a_client_that_slept_does_not_use_what_was_cut_meanwhile(relay: Relay) -> None:
-    """A firewall closes the connection that all threads share while nobody speaks: neither a new client
+    """A firewall closes the connection that all threads share while none speaks: neither a new client
     nor one that used it before fails for that.
     """
     store = client_of(relay)
@@ -245,7 +245,7 @@ def test_a_client_that_slept_does_not_use_what_was_cut_meanwhile(relay: Relay) -
     assert pool is not None
     pool.idle_s = 0.0  # as after a night
     client.call_short(lambda s: s.set("key", "2"), 10.0)
-    # Nobody answers to a set: over a second connection the server may meet what was sent later first.
+    # A set gets no answer: over a second connection the server may meet what was sent later first.
     assert client.call_short(lambda s: s.get("key"), 10.0) == b"2"
     assert client_of(relay).get("key") == b"2"
 

@@ -36,7 +36,7 @@ def test_n1_node_local_directories_are_made_by_one_process_per_node(tmp_path: Pa
 
 
 def test_shared_directory_is_made_by_its_owner_and_confirmed_once_per_node(tmp_path: Path) -> None:
-    """The owner makes it, the other node's lead names it once, nobody else does; no token stays."""
+    """The owner makes it, the other node's lead names it once, no other does; no token stays."""
     calls = Calls()
 
     def body(control: Control) -> None:
@@ -80,7 +80,7 @@ def test_existence_is_not_identity(tmp_path: Path) -> None:
 
 
 def test_owner_that_fails_fails_all_ranks_alike(tmp_path: Path) -> None:
-    """N2: nobody waits in a barrier that the owner never reaches."""
+    """N2: no rank waits in a barrier that the owner never reaches."""
 
     class Refuses(Place):
         def make_dir(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Silence is counted by the observer, deaths are told from reused pids."""
+"""Silence is counted by the observer, deaths are distinguished from reused pids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptfs.control.world import Life, is_gone
 
 
 def test_silence_grows_until_the_beat_moves() -> None:
-    """Only the rank whose beat stands still is silent."""
+    """Only the rank with a stopped beat is silent."""
     pulses = Pulses([1, 2], longest_tick_s=4.0)
     for beat in range(6):
         pulses.tick(2.0, {1: str(beat), 2: "7"})
@@ -55,7 +55,7 @@ def test_silence_is_the_counted_time_since_the_last_beat(
 
 
 def test_life_ends_with_the_process_also_as_a_zombie() -> None:
-    """Alive, then a zombie that nobody has waited for, then no pid at all."""
+    """Alive, then a zombie that was not waited for, then no pid at all."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     stat = Path(f"/proc/{child.pid}/stat").read_text()
     life = Life(child.pid, int(stat.rpartition(")")[2].split()[19]))

@@ -78,7 +78,7 @@ def test_death_ends_the_step_of_all_others() -> None:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_rank_that_returns_early_fails_the_others(who: int) -> None:
-    """Whoever has left is named, coordinator or not, instead of being waited for."""
+    """A rank that has left is named, coordinator or not, instead of being waited for."""
 
     def body(control: Control) -> None:
         if control.rank != who:
@@ -127,7 +127,7 @@ def test_clones_do_not_mix_their_steps() -> None:
 
 
 def test_ranks_out_of_step_are_an_error_not_an_answer() -> None:
-    """Two different calls that meet are told apart by their labels."""
+    """Two different calls that meet are distinguished by their labels."""
 
     def body(control: Control) -> None:
         control.step("save" if control.rank else "load", lambda: None)
@@ -149,7 +149,7 @@ def test_unpicklable_value_fails_as_between_processes() -> None:
 
 
 def test_an_interrupted_coordinator_frees_the_other_ranks() -> None:
-    """Ctrl-C in rank 0's part of a step: nobody else would decide, so the others are told at once."""
+    """Ctrl-C in rank 0's part of a step: no other would decide, so the others learn it at once."""
 
     def work(control: Control) -> list[None]:
         def local() -> None:

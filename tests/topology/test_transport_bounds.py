@@ -1,4 +1,4 @@
-"""What lies in torch's store has bounds: a value that ckptfs did not write takes neither memory nor time."""
+"""What is in torch's store has bounds: a value that ckptfs did not write takes neither memory nor time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: an alarm is looked at often, and told once."""
+"""Waiting for other ranks: an alarm is looked at often, and raised once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_an_alarm_that_is_not_the_answer_is_told_to_nobody(
 def test_an_alarm_that_is_the_answer_is_told_once(
     pulse: StoreClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of all that wait, whoever ends the step logs what the text of the error leaves out."""
+    """Of all that wait, the one that ends the step logs what the text of the error leaves out."""
     with caplog.at_level("WARNING"):
         for _ in range(2):
             answer: Future[bytes] = Future()

@@ -1,4 +1,4 @@
-"""Who a process is, told by a group, a launcher or nobody."""
+"""Who a process is, according to a group, a launcher or nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_node_is_boot_and_mount_namespace_and_never_the_hostname(
     ],
 )
 def test_job_is_what_names_one_submission(environment: dict[str, str], job: str | None) -> None:
-    """torchrun's default run id names nobody: every job has it."""
+    """torchrun's default run id names no job: every job has it."""
     assert job_id_from(environment) == job
 
 
