@@ -34,7 +34,7 @@ def _told(found: Compared) -> list[tuple[str, bool]]:
 
 
 def test_a_result_beside_itself() -> None:
-    """Nothing differs, nothing is missing, and nobody is faster or slower."""
+    """Nothing differs, nothing is missing, and none is faster or slower."""
     found = compare_results(made_result(), made_result())
     assert (found.differences, found.missing, found.slower) == ((), (), ())
     assert len(found.rows) == 66
@@ -87,7 +87,7 @@ def test_a_limit_that_moved_is_the_machine() -> None:
 def test_what_runs_do_not_share(
     field: str, value: dict[str, Any], told: tuple[str, bool] | None
 ) -> None:
-    """Each field is weighed: another machine or setting prevents, versions and noise are told."""
+    """Each field is weighed: another machine or setting prevents, versions and noise are reported."""
     base = made_result()
     found = compare_results(base, made_result(**{field: {**getattr(base, field), **value}}))
     assert _told(found) == ([told] if told else [])
@@ -214,7 +214,7 @@ def test_rows_are_paired_by_round() -> None:
 
 
 def test_the_fastest_limit_is_the_limit() -> None:
-    """Of two limits every engine is held beside the one that took less time; limits have none."""
+    """Of two limits every engine is compared with the one that took less time; limits have none."""
     base = made_result()
     slow = [
         replace(one, engine="raw slow", wall_s=3 * one.wall_s)

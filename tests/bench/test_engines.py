@@ -99,7 +99,7 @@ def test_an_engine_brings_back_what_it_saved_on_a_directory(
     ids=lambda engine: engine.label,
 )
 def test_an_engine_brings_back_what_it_saved_on_s3(engine: Chosen, s3_home: Home) -> None:
-    """Bit-exact; the library that carried it stands beside its name, and nothing stays behind."""
+    """Bit-exact; the library that carried it is next to its name, and nothing stays behind."""
     found = round_trip(s3_home, engine).about()
     assert found.name == engine.label
     libraries = {"ckptfs": "obstore", "ckptfs:s3fs": "s3fs", "dcp": "s3fs", "raw": "obstore"}
@@ -328,7 +328,7 @@ def test_every_workload_gets_its_share_of_the_time(monkeypatch: pytest.MonkeyPat
 
 
 class OfTwo(Solo):
-    """A rank that hears of rank 0 what it is told here."""
+    """A rank that hears of rank 0 what this call gives."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class OfTwo(Solo):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_all_ranks_end_after_the_same_round(tmp_path: Path, late: bool) -> None:
-    """Their clocks differ, so rank 0's decides: else one would wait for a round that nobody else begins."""
+    """Their clocks differ, so rank 0's decides: else one would wait for a round that no other begins."""
     asked = Asked((TargetAsked(str(tmp_path), "x"),), (WorkloadAsked("llm", params=20_000),))
     moved = measure._made(asked.workloads[0], Solo())
     at = measure._AtTarget(asked, OfTwo(late), lambda _: None, Home(asked.targets[0]), moved)
@@ -377,7 +377,7 @@ def test_an_engine_that_loads_something_else_is_no_result(
 
 
 def test_each_round_begins_with_another_engine() -> None:
-    """So that nobody always comes after the same one."""
+    """So that none always comes after the same one."""
     turn = measure._turn
     assert [turn(["a", "b", "c"], n) for n in range(4)] == [
         ["a", "b", "c"],

@@ -1,4 +1,4 @@
-"""What would make a measurement lie or be lost: each of it happens here."""
+"""What would make a measurement false or lost: each of it happens here."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Pair:
 def test_a_save_that_fails_after_the_clock_is_the_same_error_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank's save of a loop dies behind its last step: no rank goes on alone, nothing is secret."""
+    """One rank's save of a loop dies behind its last step: no rank continues alone, nothing is secret."""
     home = Home(TargetAsked(str(tmp_path), "ckptfs-bench-t"))
     monkeypatch.setattr(measure, "_train", lambda _: None)
 
@@ -119,7 +119,7 @@ def test_a_save_that_fails_after_the_clock_is_the_same_error_on_every_rank(
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory whose files cannot leave memory."""
+    """A directory with files that cannot leave memory."""
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
@@ -129,7 +129,7 @@ def memory() -> Iterator[Path]:
 def test_what_stays_in_memory_is_no_cold_load(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A filesystem that does not let go of its pages: such loads are left out, and a note says so."""
+    """A filesystem that keeps its pages: such loads are left out, and a note says so."""
     (memory / "file").write_bytes(bytes(100_000))
     assert resident_share([memory / "file"]) == 1.0
     monkeypatch.setattr(measure, "has_cold", lambda _: True)
@@ -176,7 +176,7 @@ def test_a_limit_that_others_pass_is_called_none() -> None:
 
 
 def test_a_closed_terminal_ends_it_as_ctrl_c_does() -> None:
-    """SIGHUP, but for whoever ignores it (nohup); afterwards all is as it was."""
+    """SIGHUP, but for programs that ignore it (nohup); afterwards all is as it was."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with run._terminable():

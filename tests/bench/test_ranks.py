@@ -1,4 +1,4 @@
-"""What is told of the ranks that this process starts: typed values, typed errors, last words."""
+"""What is known of the ranks that this process starts: typed values, typed errors, last words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page says everything that was measured, needs nothing beside it, and is drawn once per result."""
+"""The page says everything that was measured, needs nothing else, and is drawn once per result."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Reader(HTMLParser):
 
 
 def _small() -> Result:
-    """Little to draw: saves in two places, one kind of load, a loop; the memory of nobody."""
+    """Little to draw: saves in two places, one kind of load, a loop; no one's memory."""
     base = made_result()
     return replace(
         base,
@@ -180,7 +180,7 @@ def _only(phase: str) -> tuple[Sample, ...]:
 
 
 def test_text_of_a_result_stays_text() -> None:
-    """Whatever stands in a result file, nothing of it becomes a tag of the page."""
+    """Whatever is in a result file, nothing of it becomes a tag of the page."""
     evil = "<script>alert(1)</script>\"'&"
     base = _small()
     result = replace(

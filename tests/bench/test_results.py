@@ -1,4 +1,4 @@
-"""A result file that was once written can be read for ever, and nothing else passes for one."""
+"""A result file that was once written can be read forever, and nothing else passes for one."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ _JSON = st.recursive(
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something stands in a document, the document itself included."""
+    """Where something is in a document, the document itself included."""
     items = dict(enumerate(value)) if isinstance(value, list) else value
     inside = items.items() if isinstance(items, dict) else ()
     return [path, *(place for key, one in inside for place in _places(one, (*path, key)))]
@@ -145,7 +145,7 @@ def _put(path: tuple[Any, ...], value: Any) -> str:
 
 @given(st.sampled_from(_places(json.loads(GOLDEN.read_text()))), _JSON)
 def test_any_document_is_a_result_or_a_typed_error(path: tuple[Any, ...], value: Any) -> None:
-    """Whatever stands at whichever place; what was decoded can be told, compared and encoded."""
+    """Whatever is at whichever place; what was decoded can be shown, compared and encoded."""
     try:
         result = decode_result(_put(path, value), "x.json")
     except ManifestError:
@@ -236,7 +236,7 @@ def test_what_is_no_result_is_said_to_be_none(text: str) -> None:
 
 
 def test_files_on_the_disk(tmp_path: Path) -> None:
-    """Written whole, replaced whole, nothing left beside it; a missing or binary one is typed."""
+    """Written whole, replaced whole, nothing left next to it; a missing or binary one is typed."""
     path = tmp_path / "made" / "result.json"
     write_result(path, read_result(GOLDEN))
     write_result(path, made_result())

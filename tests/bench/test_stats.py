@@ -61,7 +61,7 @@ def test_the_order_of_runs_apart_does_not_matter(
 
 @given(RUN)
 def test_the_same_values_are_never_faster_or_slower(values: list[float]) -> None:
-    """A run beside itself: paired it is the same from five rounds on, apart it is no difference."""
+    """A run compared with itself: paired it is the same from five rounds on, apart it is no difference."""
     paired = compare_paired(values, values)
     enough = len(values) >= LEAST_PAIRS
     assert paired.verdict is (Verdict.SAME if enough else Verdict.SPREAD_TOO_WIDE)
@@ -85,7 +85,7 @@ def test_enough_values_that_lie_apart_are_always_decided(a: list[float], b: list
 def test_swapping_the_sides_swaps_the_verdict(
     pairs: list[tuple[float, float]], before: list[float], after: list[float]
 ) -> None:
-    """Nobody profits from being named first: the ratio is the inverse, the verdict the opposite."""
+    """No engine profits from being named first: the ratio is the inverse, the verdict the opposite."""
     ours, theirs = _sides(pairs)
     for told, back in (
         (compare_paired(ours, theirs), compare_paired(theirs, ours)),
@@ -157,14 +157,14 @@ def test_rounds_and_what_they_allow_to_say(ratios: list[float], verdict: Verdict
 
 
 def test_three_runs_on_each_side_are_the_fewest() -> None:
-    """Three beside three that lie apart get a verdict, two beside any number of others none."""
+    """Three against three that are apart get a verdict, two against any number of others none."""
     assert compare_apart([1.0, 1.1, 1.2], [2.0, 2.1, 2.2]).verdict is Verdict.SLOWER
     assert compare_apart([1.0, 1.1], [2.0, 2.1, 2.2]).verdict is Verdict.SPREAD_TOO_WIDE
     assert compare_apart([1.0, 1.1], [2.0, 2.1, 2.2]).rounds_needed == LEAST_APART
 
 
 def test_how_many_rounds_are_needed() -> None:
-    """Half of the spread takes a quarter of the rounds; where no number would do, none is told."""
+    """Half of the spread takes a quarter of the rounds; where no number would do, none is given."""
     wide = compare_paired([0.5, 0.8, 0.8, 0.8, 1.6], [1.0] * 5)
     narrow = compare_paired([0.63, 0.8, 0.8, 0.8, 1.13], [1.0] * 5)
     assert wide.verdict is narrow.verdict is Verdict.SPREAD_TOO_WIDE

@@ -25,7 +25,7 @@ from tests.lab.process import REPOSITORY
 def test_a_variant_brings_back_what_it_saved_under_its_own_name(
     name: str, variant: str, tmp_path: Path
 ) -> None:
-    """What stands after a colon is another engine of the same kind, and called so in the result."""
+    """What comes after a colon is another engine of the same kind, and called so in the result."""
     home = local_home(tmp_path)
     if variant == "direct" and not takes_direct(str(tmp_path)):
         pytest.skip("this filesystem takes no O_DIRECT")
@@ -90,7 +90,7 @@ print(Clock(Solo()).time(lambda: None).peak_memory_bytes)
 
 
 def test_only_variants_that_there_are_can_be_asked_for(tmp_path: Path) -> None:
-    """A wrong word is told with those that are right; on a bucket a variant takes no part."""
+    """The error for a wrong word lists those that are right; on a bucket a variant takes no part."""
     place = Uri.parse(str(tmp_path))
     chosen, notes = choose(["dcp:t2", "raw:direct"], place)
     assert [one.label for one in chosen] == ["dcp:t2", "raw:direct"]

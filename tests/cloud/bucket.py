@@ -31,7 +31,7 @@ class Bucket:
     cases: int
 
     def fresh(self, label: str) -> str:
-        """The URI of a prefix that nobody used yet."""
+        """The URI of an unused prefix."""
         return f"{self.uri}/{label}-{uuid.uuid4().hex[:12]}"
 
     def host(self) -> str:

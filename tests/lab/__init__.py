@@ -33,7 +33,7 @@ end of its log. ``UnavailableError``: the machine lacks a part; fixtures then sk
 No server outlives the process that started it, however that ends (tests/lab/keeper.py).
 ``with lab.Nodes(2) as nodes`` is two machines that do not see each other's disks (tests/lab/nodes.py),
 and ``tests.lab.job`` a real torchrun over such machines.
-``with lab.PowerCut("ext4") as disk`` is a filesystem whose power can be cut (tests/lab/powercut.py).
+``with lab.PowerCut("ext4") as disk`` is a filesystem with power that can be cut (tests/lab/powercut.py).
 ``tests.lab.raw`` reads and writes behind ckptfs's back. ``make lab-install`` installs, ``make lab-s3``
 and its sisters start one in the foreground. ``radosgw.make_user`` adds a user who may nothing yet.
 """

@@ -4,7 +4,7 @@
     | azure | gcs | gcs-emulator | hdfs | sink | nodes | nfs | nfs3 | powercut | powercut-xfs | powercut-btrfs
 
 Prints how to use it (a server: its URI, its storage_options and the variables to export); Ctrl-C
-stops it. A part is a context manager whose value has ``describe()``; one line in ``PARTS`` adds it.
+stops it. A part is a context manager; its value has ``describe()``; one line in ``PARTS`` adds it.
 """
 
 from __future__ import annotations

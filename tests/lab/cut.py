@@ -2,7 +2,7 @@
 
     python -m tests.lab.cut RUN_DIR [nothing|something|everything]
 
-What is left is mounted beside it, and says where, until the disk is ended. Run as its user: root.
+What is left is mounted next to it, and says where, until the disk is ended. Run as its user: root.
 """
 
 from __future__ import annotations

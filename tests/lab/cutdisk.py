@@ -16,7 +16,7 @@ much is added as the request says:
     something    each write is there or not, by a coin; of some a part of the 4096-byte sectors
     everything   all of it is lost
 
-Nobody notices: after the copy the disk serves on. A cache of 32 MiB drains by itself, oldest
+No writer notices: after the copy the disk serves on. A cache of 32 MiB drains by itself, oldest
 first, as a disk's does. ``RUN_DIR/control`` takes one request at a time, a JSON object (``Request``):
 the cut happens before the after-th write or flush from now on, or at ``NOW``.
 
@@ -151,7 +151,7 @@ def _copy(source: int, target: int, start: int, end: int) -> None:
 
 
 class Server:
-    """Serves the kernel and whoever asks for cuts."""
+    """Serves the kernel and the processes that ask for cuts."""
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
@@ -199,13 +199,13 @@ class Server:
                     self._clients.pop(fd).close()
 
     def _stop(self) -> None:
-        """Unmount what lies on the disk, while it is served, and then the disk."""
+        """Unmount what is on the disk, while it is served, and then the disk."""
         with open("/proc/self/mountinfo") as table:
             places = [line.split()[4] for line in table]
         mounted = [at for at in reversed(places) if at.startswith(f"{self._run_dir}/")]
         self._stopping = subprocess.Popen(["umount", "--lazy", *mounted])
 
-    # -- whoever asks for cuts ----------------------------------------------------------------
+    # -- who asks for cuts ----------------------------------------------------------------
 
     def _hear(self, client: socket.socket) -> bool:
         """Take a request; False where nothing comes any more."""
@@ -271,7 +271,7 @@ class Server:
             pages = WRITE_BYTES // 4096
             return INIT_OUT.pack(7, 31, 1 << 20, flags, 64, 48, WRITE_BYTES, 1, pages, 0, 0)
         if opcode in (GETATTR, SETATTR):
-            # Good for no time: whoever asks later finds out whether we are still there.
+            # Good for no time: a later caller finds out whether we are still there.
             return struct.pack("=QII", 0, 0, 0) + self._attributes()
         if opcode == OPEN:
             return struct.pack("=QII", 0, DIRECT_IO, 0)
@@ -286,7 +286,7 @@ class Server:
 
 
 def main() -> None:
-    """Serve until told to stop."""
+    """Serve until asked to stop."""
     Server(sys.argv[1]).serve()
 
 

@@ -15,7 +15,7 @@ from tests.lab.process import HOST, REPOSITORY, Crew, need, status_of
 from tests.lab.server import BUCKET, Server
 
 PROJECT = "ckptfs-lab"
-# gcsfs asks a second Google service what kind of bucket it has; nobody answers that question here
+# gcsfs asks a second Google service what kind of bucket it has; no service answers that question here
 # and it would wait a minute for every bucket.
 NO_HNS = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 

@@ -8,7 +8,7 @@ of it is Google's code, and where the description leaves something open it is a 
                media, Range), list, delete, compose; buckets insert, get; batch
     XML API    objects PUT, GET, HEAD, DELETE, list-type=2; multipart uploads, all six requests
     both       generations that only grow; ifGenerationMatch (0: absent), ifGenerationNotMatch,
-               ifMetagenerationMatch, generation=; crc32c and MD5 verified when told; versioning; holds;
+               ifMetagenerationMatch, generation=; crc32c and MD5 verified when given; versioning; holds;
                overwriting needs the permission to delete, as with Google
     not here   ACLs, lifecycle, retention, signatures, encryption (settings are kept and shown), copies
                and rewrites, rate limits of their own
@@ -93,7 +93,7 @@ class GcsServer:
 
 
 def service_account(token_uri: str, private_key: str) -> str:
-    """A service account's key file, as JSON, whose tokens come from ``token_uri``."""
+    """A service account's key file, as JSON, with tokens from ``token_uri``."""
     return json.dumps(
         {
             "type": "service_account",
@@ -108,7 +108,7 @@ def service_account(token_uri: str, private_key: str) -> str:
 
 
 def main() -> None:
-    """Serve until the process is told to end."""
+    """Serve until the process is asked to end."""
     parser = argparse.ArgumentParser(description="A GCS test double, in memory.")
     parser.add_argument("--port", type=int, default=47_810)
     parser.add_argument("--bucket", action="append", help="made at the start", default=[])

@@ -71,14 +71,14 @@ class Process(Protocol):
 
 
 class Machine(Protocol):
-    """Something that can start a process. address: where the others reach it; interface: whose."""
+    """Something that can start a process. address: where the others reach it; interface: of that address."""
 
     name: str
     address: str
     interface: str
 
     def start(self, command: Sequence[str | Path], *, log: Path, env: Mapping[str, str]) -> Process:
-        """Start a program whose output is appended to a file of the host; env: on top of its own."""
+        """Start a program with its output appended to a file of the host; env: on top of its own."""
 
     def clear(self) -> None:
         """SIGKILL to whatever ``start`` has started there, and to the children of that."""
@@ -149,7 +149,7 @@ class Job:
         return range(self.size)
 
     def told(self, rank: int) -> list[Facts]:
-        """All that a rank has told so far."""
+        """All that a rank has reported so far."""
         try:
             text = (self.home / f"{rank}.jsonl").read_text()
         except FileNotFoundError:
@@ -202,7 +202,7 @@ class Job:
             raise JobError(f"the job failed\n{self.logs()}")
 
     def logs(self) -> str:
-        """The end of what each machine printed, and all that ranks told."""
+        """The end of what each machine printed, and all that ranks reported."""
         parts = []
         for machine in self.machines:
             text = self._log(machine).read_text(errors="replace")

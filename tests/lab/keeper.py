@@ -4,7 +4,7 @@
 
     the program exits           -> so do we, with its status
     we get SIGTERM              -> it gets SIGTERM, SIGKILL after GRACE_S; then whatever it left behind
-    the caller dies, by kill -9 -> the same, and DIRECTORY is removed: nobody else would
+    the caller dies, by kill -9 -> the same, and DIRECTORY is removed: no other would
     we die, by kill -9          -> the kernel kills the program
 
 A death signal alone would not do: it follows the *thread* that started the program, and is lost to
@@ -27,7 +27,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def _children() -> list[int]:
-    """Processes whose parent we are, adopted ones too."""
+    """Our child processes, adopted ones too."""
     with open(f"/proc/self/task/{os.getpid()}/children") as listing:
         return [int(pid) for pid in listing.read().split()]
 

@@ -1,4 +1,4 @@
-"""torchrun whose agent has imported torch and ckptfs, and forks its workers: seconds of CPU less for each.
+"""torchrun with an agent that has imported torch and ckptfs, and forks its workers: seconds of CPU less for each.
 
 python -m tests.lab.launcher --nnodes 2 ... /path/of/a/script.py ARGUMENTS
 

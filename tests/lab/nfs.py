@@ -12,7 +12,7 @@
 
 Faults: ``lab.cut("b")`` and ``lab.heal("b")`` (the network), ``lab.without_server(b)``, ``machine.kill()`` (its kernel, at once) and
 ``machine.boot()``, ``lab.export(...)`` (read-only, root squash), ``node.mount(..., options="soft,...")``.
-The host's files lie read-only under all three, the interpreter that runs this and this repository too.
+The host's files are read-only under all three, the interpreter that runs this and this repository too.
 Functions are found by name there: keep them in a module that imports little.
 
 The limits: one CPU per machine, clocks of 10 ms, no time that is worth a measurement.
@@ -49,7 +49,7 @@ MOUNT = "/nfs"
 _PARTS = HOME / "uml"  # unpacked by make lab-install
 _WIDE_REGISTERS = "put_fp_registers"  # where a kernel of 6.1 dies on a CPU with AMX, before its first program runs
 _ADDRESSES = {"server": "10.77.0.1", "a": "10.77.0.2", "b": "10.77.0.3"}
-_CLIENT_MIB = 2500  # an upper bound: pages that nobody touches cost nothing
+_CLIENT_MIB = 2500  # an upper bound: untouched pages cost nothing
 _SERVER_MIB = 512
 _DISK_BYTES, _SMALL_BYTES = 3 << 30, 48 << 20
 
@@ -108,7 +108,7 @@ class NfsLab:
     # -- files ---------------------------------------------------------------------------
 
     def fresh(self, label: str = "t") -> str:
-        """A directory that nobody has looked at yet, made on the server's own disk; its path on clients."""
+        """A directory that was not looked at yet, made on the server's own disk; its path on clients."""
         name = f"{label}-{uuid.uuid4().hex[:12]}"
         self.server.call(os.mkdir, f"/export/{name}")
         self.server.call(os.chmod, f"/export/{name}", 0o777)
@@ -236,7 +236,7 @@ class NfsLab:
     ) -> None:
         """Mount ``export`` (below the server's /export) at a path of ``node``; made where missing.
 
-        options: of mount, beside the version, "soft,timeo=10,retrans=2" for one. Otherwise a client's
+        options: of mount, in addition to the version, "soft,timeo=10,retrans=2" for one. Otherwise a client's
         default caching, and hard. version: another than the lab's; mounts of one version share what the
         client has of the server, its connection for one, whatever their options say.
         """
@@ -267,7 +267,7 @@ class NfsLab:
 
 
 def _binds() -> list[str]:
-    """Directories that a machine must see, wherever they are: a clone may lie in /tmp."""
+    """Directories that a machine must see, wherever they are: a clone may be in /tmp."""
     wanted = {str(REPOSITORY), sys.prefix, sys.base_prefix, str(_PARTS)}
     return sorted({str(Path(path).resolve()) for path in wanted} | wanted)
 

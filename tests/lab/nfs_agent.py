@@ -11,7 +11,7 @@ and its exit hooks run as in any interpreter, and then the kernel takes it, see 
 
 Functions are pickled by name: they are imported here, from the same files, read-only. What they keep (an
 open file, a cached answer of the kernel) stays between calls. Each connection is served by a thread of
-its own, so that one which hangs in a dead mount holds up nobody else. Inside a machine only.
+its own, so that one which hangs in a dead mount holds up no other. Inside a machine only.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _serve_in_a_child(server: socket.socket, link: socket.socket) -> None:
 
 def _gone() -> None:
     """The last hook of a child. To take torch apart object by object writes to each of its pages, which are
-    shared until then: seconds of a machine's one CPU for every rank, of which nobody learns anything.
+    shared until then: seconds of a machine's one CPU for every rank, for nothing.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -186,7 +186,7 @@ def _as_error(error: BaseException) -> bytes:
 
 
 def main(modules: Sequence[str] | None) -> None:
-    """Answer for ever; with modules, each connection in a child."""
+    """Answer forever; with modules, each connection in a child."""
     if modules is not None:
         atexit.register(_gone)  # the first to come is the last to go
     for module in modules or ():
@@ -194,7 +194,7 @@ def main(modules: Sequence[str] | None) -> None:
     if modules is not None:
         gc.collect()
         gc.freeze()  # the children share what is warm: collecting it would copy it
-        signals.signal(signals.SIGCHLD, signals.SIG_IGN)  # nobody waits for the children
+        signals.signal(signals.SIGCHLD, signals.SIG_IGN)  # no one waits for the children
     # Every address that it has is in a network of three machines.
     port = PORT if modules is None else WARM_PORT
     with socket.create_server(("0.0.0.0", port)) as server:  # noqa: S104

@@ -42,7 +42,7 @@ T = TypeVar("T")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _BOOT_S = 300.0  # of a machine that takes 5 s on an idle host
 _IMPORT_S = 300.0  # of a start that takes 25 s there
-_CALL_S = 600.0  # then whoever calls has lost it
+_CALL_S = 600.0  # then the caller has lost it
 _WARM = (
     *("torch", "torch.distributed.checkpoint", "torch.distributed.tensor"),
     *("ckptfs.api", "ckptfs.dcp.api", "ckptfs.dcp.async_api", "ckptfs.manager.manager"),
@@ -52,7 +52,7 @@ _WARM = (
 
 
 class Network:
-    """A bridge of its own, seen by nobody else; ends with ``crew``."""
+    """A bridge of its own, seen by no other; ends with ``crew``."""
 
     def __init__(self, crew: Crew, names: Sequence[str]) -> None:
         before = crew.pids()
@@ -277,7 +277,7 @@ class Machine:
         return self.start(argv, environment=environment, libraries=libraries).wait(timeout_s)
 
     def warm(self, *modules: str) -> None:
-        """Start the process that ``fork`` forks from; ``modules`` beside torch and ckptfs. Returns at once.
+        """Start the process that ``fork`` forks from; ``modules`` in addition to torch and ckptfs. Returns at once.
 
         Where it runs already nothing is done: a child imports what it still needs.
         """

@@ -34,7 +34,7 @@ class Private:
 
 @dataclass(frozen=True)
 class Shared:
-    """A directory that every node sees whose table has this name."""
+    """A directory that every node with this name in its table sees."""
 
     name: str = "shared"
 
@@ -90,7 +90,7 @@ class Node:
     def prefix(self) -> list[str]:
         """Command words that run something on the node; it ends when the caller's end of it does.
 
-        TMPDIR: /tmp is the host's, where programs and their environments may lie.
+        TMPDIR: /tmp is the host's, where programs and their environments may be.
         """
         self._check_up()
         return [
@@ -109,7 +109,7 @@ class Node:
     def start(
         self, command: Sequence[str | Path], *, log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a program there whose output goes to a file of the host."""
+        """Start a program there; its output goes to a file of the host."""
         with log.open("ab") as output:
             return self.popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

@@ -33,7 +33,7 @@ def mount(source: str, target: str, kind: str | None = None, flags: int = 0) -> 
 
 
 def pivot(root: str) -> None:
-    """Make ``root`` the root of this mount namespace, and let go of the old one."""
+    """Make ``root`` the root of this mount namespace, and release the old one."""
     os.chdir(root)
     mount("none", "/", flags=1 << 18)  # private: what happens here stays here
     _libc.syscall(155 if os.uname().machine == "x86_64" else 41, b".", b".")  # pivot_root

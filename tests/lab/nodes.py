@@ -5,7 +5,7 @@
     /shared                                 one directory that all of them see
     nodes.torchrun(script, args, ...)       the real torchrun over all of them: a ``Job`` (tests/lab/job.py)
 
-    nodes[1].kill()        every process of it, at once; nobody hears a goodbye
+    nodes[1].kill()        every process of it, at once; no goodbye is sent
     nodes[1].boot()        the same machine again, with what its disk had
     nodes[1].replace()     an empty one takes its place
     nodes[1].unplug()      its network; plug() heals it

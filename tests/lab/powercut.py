@@ -8,15 +8,15 @@
             promised = writer.said(cut.at_ns)              what it had acknowledged by then
             with disk.after(cut) as found: ...             what a machine finds that starts again
 
-The filesystem (ext4, xfs, btrfs) lies on a loop device over a disk that is a process
+The filesystem (ext4, xfs, btrfs) is on a loop device over a disk that is a process
 (tests/lab/cutdisk.py) with a volatile cache. A cut happens between two of the disk's operations, in
-the middle of an fsync as well as anywhere else; nobody has to be stopped for it, and the disk and
-its writers go on. What the filesystem had not flushed is lost, torn or kept, as ``Lose`` says. The
+the middle of an fsync as well as anywhere else; no process has to be stopped for it, and the disk and
+its writers continue. What the filesystem had not flushed is lost, torn or kept, as ``Lose`` says. The
 copy is one moment, and mounting it replays the journal, as after a real cut.
 
 Limits: the kernel, its block layer and the loop device are real, the disk is not: it breaks 4096-byte
 sectors nowhere, loses nothing that it has flushed, and knows no FUA (the kernel flushes instead).
-btrfs: mounting a copy beside the original takes Linux 6.7. Root, /dev/fuse and loop devices are
+btrfs: mounting a copy next to the original takes Linux 6.7. Root, /dev/fuse and loop devices are
 needed; ``UnavailableError`` says what is missing.
 
 Everything is below one directory on tmpfs. The keeper of the disk unmounts it when the caller is
@@ -56,7 +56,7 @@ _MKFS: Final[Mapping[str, Sequence[str]]] = {
     "xfs": ("-q",),
     "btrfs": ("-q",),
 }
-# A copy has the UUID of the original, which is mounted: xfs refuses it unless told, btrfs gives it
+# A copy has the UUID of the original, which is mounted: xfs refuses it by default, btrfs gives it
 # another one for the time of the mount.
 _COPY: Final[Mapping[str, Sequence[str]]] = {"xfs": ("nouuid",)}
 _ANSWER_S = 240.0
@@ -110,13 +110,13 @@ class Armed:
 
     def now(self) -> Cut:
         """Cut now, if it was not made yet. LabError: the disk is gone."""
-        with contextlib.suppress(OSError):  # made() tells of it
+        with contextlib.suppress(OSError):  # made() reports it
             self._line.sendall(NOW)
         return self.made()
 
 
 class PowerCut:
-    """One filesystem whose power can be cut; see above. A context manager; one thread."""
+    """One filesystem with power that can be cut; see above. A context manager; one thread."""
 
     def __init__(self, fs: Filesystem, *, options: Sequence[str] = ()) -> None:
         """options: of the mount, of the copies too: "noauto_da_alloc", "commit=1"."""
@@ -127,7 +127,7 @@ class PowerCut:
 
     @property
     def run_dir(self) -> Path:
-        """Where all of it lies."""
+        """Where all of it is."""
         assert self._crew is not None
         return self._crew.run_dir
 
@@ -162,7 +162,7 @@ class PowerCut:
         try:
             run([mkfs, *_MKFS[self.fs], fresh])
         except LabError:
-            sweep()  # mkfs.btrfs looks at all loop devices, and trips over one whose disk was killed
+            sweep()  # mkfs.btrfs looks at all loop devices, and trips over one with a killed disk
             run([mkfs, *_MKFS[self.fs], fresh])
         for image in ("volatile", "durable"):
             run([cp, "--sparse=always", fresh, self.run_dir / image])
@@ -177,11 +177,11 @@ class PowerCut:
         try:
             _mount(self.fs, device, self.directory, self._options)
         finally:
-            # While it is mounted: the kernel takes it apart when it no longer is, whoever unmounts.
+            # While it is mounted: the kernel takes it apart when it no longer is, whatever unmounts.
             run([losetup, "--detach", device])
 
     def close(self) -> None:
-        """Unmount, remove everything; harmless twice. Whoever still writes there gets errors."""
+        """Unmount, remove everything; harmless twice. Later writers there get errors."""
         if self._crew is not None:
             self._crew.stop()
             sweep()  # our own, if it broke
@@ -257,7 +257,7 @@ def sweep() -> None:
 
 
 def _unmount(place: Path) -> None:
-    """Whoever wrote to a log touches it a moment later, from a thread: busy for that moment is no error."""
+    """A writer of a log touches it a moment later, from a thread: busy for that moment is no error."""
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:

@@ -7,7 +7,7 @@
         ...
     everything that was started is gone, the directory too
 
-``wait_for`` polls with a deadline; a process that ends meanwhile, or the deadline, is a ``LabError``
+``wait_for`` polls with a deadline; a process that ends in that time, or the deadline, is a ``LabError``
 with the end of every log.
 """
 
@@ -118,7 +118,7 @@ class Crew:
         self._ports: set[int] = set()
 
     def port(self) -> int:
-        """A port that nobody listens on, another one each time."""
+        """A port without a listener, another one each time."""
         return self.ports_in_a_row(1)
 
     def ports_in_a_row(self, count: int) -> int:

@@ -4,7 +4,7 @@
 
 cephx stays on: without it radosgw 16.2 hangs at its first request. tcp_nodelay: small requests are
 ten times slower without it. The monitor proposes at once: its default of a second for every change
-of a map makes the start ten times longer. No ceph-mgr: it reports, and nobody asks it here.
+of a map makes the start ten times longer. No ceph-mgr: it reports, and no test asks it here.
 Deleted objects are collected after seconds, not hours: memory is the disk.
 """
 

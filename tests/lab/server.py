@@ -39,7 +39,7 @@ class Server:
         return f"{root}/{path}" if path else root
 
     def fresh(self, label: str = "t") -> str:
-        """The URI of a prefix that nobody used yet."""
+        """The URI of an unused prefix."""
         return self.uri(f"{label}-{uuid.uuid4().hex[:12]}")
 
     def storage_options(self, **more: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ SECRET_KEY = "SKLAB"  # noqa: S105 - the sink does not look at it
 
 @contextlib.contextmanager
 def sink(*, keep: Literal["small", "all"] = "small", tls: bool = False) -> Iterator[Server]:
-    """S3-shaped and fast, for what a client costs. keep: what it remembers beside sizes.
+    """S3-shaped and fast, for what a client costs. keep: what it remembers in addition to sizes.
 
     tls: it speaks https, and its authority is ``server.ca_file``.
 

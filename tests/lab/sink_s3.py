@@ -73,7 +73,7 @@ class Store:
 
 @dataclass(slots=True)
 class Request:
-    """One request; ``body`` is None where the bytes were thrown away, ``size_bytes`` tells how many."""
+    """One request; ``body`` is None where the bytes were thrown away, ``size_bytes`` says how many."""
 
     method: str
     key: str
@@ -242,7 +242,7 @@ def _delete_many(store: Store, request: Request) -> Answer:
 
 
 def _list(store: Store, request: Request) -> Answer:
-    """Everything in one page: nobody lists a million keys here."""
+    """Everything in one page: no test lists a million keys here."""
     bucket, _ = request.bucket_and_key
     prefix, delimiter = request.query.get("prefix", ""), request.query.get("delimiter")
     lines: dict[str, str] = {}

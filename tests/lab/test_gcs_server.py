@@ -79,7 +79,7 @@ def media(gcs: GcsServer, key: str, **headers: str) -> Answer:
 
 
 def test_of_sixteen_writers_one_wins_and_its_bytes_are_there(gcs: GcsServer) -> None:
-    """ifGenerationMatch=0 lets one of many win, by either API, and nobody else's bytes appear."""
+    """ifGenerationMatch=0 lets one of many win, by either API, and no other's bytes appear."""
     for round_ in range(10):
         key, barrier = f"race/{round_}", threading.Barrier(16)
 
@@ -175,7 +175,7 @@ def test_multipart_bodies_keep_every_byte(gcs: GcsServer, data: bytes) -> None:
 
 
 def test_resumable_sessions(gcs: GcsServer) -> None:
-    """308 tells what arrived; a repeated chunk is taken once; the end may be told afterwards."""
+    """308 says what arrived; a repeated chunk is taken once; the end may be given afterwards."""
     data = bytes(range(256)) * (2 * K256 // 256) + b"end"
     begun = ask(gcs, "POST", f"{UPLOAD}?uploadType=resumable&name=r", b"{}")
     session = begun.headers["location"].removeprefix(gcs.endpoint)
@@ -199,7 +199,7 @@ def test_resumable_sessions(gcs: GcsServer) -> None:
 
 
 def test_a_resumable_session_ends_by_status_or_by_delete(gcs: GcsServer) -> None:
-    """``bytes */N`` ends a session whose bytes are all there; DELETE answers 499 and forgets it."""
+    """``bytes */N`` ends a session with all bytes there; DELETE answers 499 and forgets it."""
     begun = [ask(gcs, "POST", f"{UPLOAD}?uploadType=resumable&name=r{i}", b"{}") for i in (1, 2)]
     first, second = (said.headers["location"].removeprefix(gcs.endpoint) for said in begun)
     ask(gcs, "PUT", first, bytes(K256), Content_Range=f"bytes 0-{K256 - 1}/*")
@@ -269,7 +269,7 @@ def test_small_parts_and_conditions_are_refused(gcs: GcsServer) -> None:
 
 
 def test_uploads_are_listed_by_prefix_in_pages_and_aborted(gcs: GcsServer) -> None:
-    """What nobody completed is listed with its age until somebody aborts it."""
+    """What was not completed is listed with its age until somebody aborts it."""
     ids = [upload_id(gcs, f"pending%2F{i}") for i in range(3)]
     path = "/ckptfs-lab?uploads&prefix=pending/&max-uploads=2"
     page = ask(gcs, "GET", path).body.decode()
@@ -307,7 +307,7 @@ def test_listings_in_pages(gcs: GcsServer) -> None:
 
 
 def test_batches_of_deletes(gcs: GcsServer) -> None:
-    """Each inner request has an answer of its own, told by its Content-ID."""
+    """Each inner request has an answer of its own, known by its Content-ID."""
     insert(gcs, "batch/a", b"x")
     inner = "".join(
         f"--X\r\nContent-Type: application/http\r\nContent-ID: <id+{i}>\r\n\r\n"

@@ -1,7 +1,7 @@
 """What jobs of the laboratory run under torchrun, on whatever machines: training, and the needs N1, N2.
 
     training.py train RUN --until 6 [--copy URI] [--mode async] [--reference]
-        restores, trains, saves every second step; tells restored, staged, saved, failed, done
+        restores, trains, saves every second step; reports restored, staged, saved, failed, done
     training.py train RUN EXCHANGE        and after it: overwrites RUN-over (N2), gathers step 6, and takes
                                           part in a checkpoint of a driver's in RUN-parts (N1)
     training.py drive RUN-parts EXCHANGE  that driver: a process of its own, in no group
@@ -9,7 +9,7 @@
 
 RUN is a path that every rank reaches under the same name: a node's own disk, a shared directory, NFS.
 EXCHANGE is a directory of the host, for what Ray would carry from process to process.
-Everything that a rank finds is told to the test (tests/lab/job.py), which judges it; equal
+Everything that a rank finds is reported to the test (tests/lab/job.py), which judges it; equal
 ``fingerprint`` of a rank means: the same parameters, optimizer, random state and position, bit for bit.
 """
 
@@ -87,7 +87,7 @@ class Training:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Go on from what is there to step ``--until``."""
+    """Continue from what is there to step ``--until``."""
     if options.reference:
         alone = Training()
         for _ in range(options.until):
@@ -126,7 +126,7 @@ def _manager(options: argparse.Namespace, copies: Any) -> ckptfs.CheckpointManag
 
 @contextmanager
 def telling(event: str) -> Iterator[None]:
-    """Tell which error of ckptfs ended the block, and go on; nothing where there was none."""
+    """Tell which error of ckptfs ended the block, and continue; nothing where there was none."""
     begun = time.monotonic()
     try:
         yield
@@ -145,7 +145,7 @@ def telling(event: str) -> Iterator[None]:
 
 
 def needs(run: str, exchange: str) -> None:
-    """After a training: overwrite a run beside it, gather, take part in the driver's checkpoint."""
+    """After a training: overwrite a run next to it, gather, take part in the driver's checkpoint."""
     _overwrite(Path(f"{run}-over"))
     ckptfs.gather(f"{run}/step_6", f"{exchange}/gathered/step_6")
     _take_part(f"{run}-parts", Path(exchange))
@@ -210,7 +210,7 @@ def _take_part(run: str, exchange: Path) -> None:
 def drive(options: argparse.Namespace) -> None:
     """Outside of every group, perhaps where no rank is: objects, a ticket, a part of its own, the commit."""
     exchange, run = Path(options.exchange), options.run
-    ckptfs.save_object({"seen": 17}, f"{run}/step_8/data.pt")  # nobody made that directory
+    ckptfs.save_object({"seen": 17}, f"{run}/step_8/data.pt")  # no call made that directory
     with ckptfs.CheckpointManager(run) as manager:
         ticket = manager.begin(8, parts=["actor", "driver"])
         _pickle(ticket, exchange / "ticket")
@@ -282,7 +282,7 @@ PROGRAMS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def main() -> int:
-    """Run one of them; 1 where a rank was told of a failure, so that torchrun waits for nobody."""
+    """Run one of them; 1 where a rank got a failure, so that torchrun waits for no rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("run")

@@ -49,7 +49,7 @@ class Witness:
             )
         self._half = b""
         self._lines: list[tuple[int, str]] = []
-        self._told = 0  # how many lines there were when it was told something
+        self._told = 0  # how many lines there were when it got its last order
 
     def tell(self, line: str) -> None:
         """A line for its standard input."""
@@ -65,7 +65,7 @@ class Witness:
         return [text for at_ns, text in self._lines if at_ns < before_ns]
 
     def wait_for(self, text: str, *, timeout_s: float = _ANSWER_S) -> None:
-        """Return when it has said a line that begins so since it was told something, if ever.
+        """Return when it has said a line that begins so since its last order, if ever.
 
         LabError: it ended, or did not say it in time; with the end of what it complained of.
         """

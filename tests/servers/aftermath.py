@@ -32,7 +32,7 @@ States = Mapping[str, int]
 
 
 def state(value: int) -> dict[str, Any]:
-    """A state whose every element says which save wrote it."""
+    """A state of elements that say which save wrote it."""
     return {"w": torch.full((ROWS,), float(value)), "b": torch.full((7,), value), "n": value}
 
 
@@ -47,7 +47,7 @@ def value_of(loaded: Mapping[str, Any]) -> int:
 
 
 def through(server: Server, url: str, **more: Any) -> dict[str, Any]:
-    """The server's options with its endpoint replaced by a proxy's, wherever it stands in them."""
+    """The server's options with its endpoint replaced by a proxy's, wherever it is in them."""
     where = urlsplit(server.endpoint)
     origin = f"{where.scheme}://{where.netloc}"
 
@@ -108,7 +108,7 @@ def _stock_options(server: Server) -> dict[str, Any]:
 def judge(
     server: Server, uri: str, more: Mapping[str, Any], old: States, new: States, *, told: bool
 ) -> str:
-    """Everything that must hold. told: the victim's save had returned. "old" or "new"."""
+    """Everything that must hold. ``told``: the victim's save had returned. "old" or "new"."""
     options = server.storage_options(**more)
     names = {*old, *new}
     first = look(uri, options)

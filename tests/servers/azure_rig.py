@@ -40,7 +40,7 @@ def connection(
 def sas(
     server: Server, permission: str, *, ends_in_s: float = 3600, starts_in_s: float = -60
 ) -> str:
-    """A signature for the server's container; ``ends_in_s`` may lie in the past."""
+    """A signature for the server's container; ``ends_in_s`` may be in the past."""
     from azure.storage.blob import generate_container_sas
 
     now = datetime.now(UTC)

@@ -2,7 +2,7 @@
 whichever directory: a conftest that imports a fixture makes a further fixture, and no further server.
 
 Where a server cannot run on this machine its tests are skipped with the reason, and fail in CI.
-No test here sees the accounts of whoever runs it.
+No test here sees the accounts of its user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.lab.gcs import NO_HNS
 from tests.lab.server import Server
 
 os.environ.update(NO_HNS)  # read once, when gcsfs is imported
-# Nothing there, and nobody to ask: a test that forgets its options reaches no account.
+# Nothing there, and no one to ask: a test that forgets its options reaches no account.
 _NO_ACCOUNTS = {
     "AWS_CONFIG_FILE": os.devnull,
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,

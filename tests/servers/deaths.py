@@ -6,7 +6,7 @@
 
 The warmed process holds no thread and no client: a fork of it costs milliseconds. The case's proxy
 counts the victim's requests and sends SIGKILL at one of them: when its head has arrived, in the
-middle of its body, or when the server has acted and nobody was told.
+middle of its body, or when the server has acted and has not answered.
 
 The judge reads with ckptfs and with stock torch, lets the next owner take the run and save, reads
 again, and looks at every key that is left.
@@ -45,7 +45,7 @@ VICTIM_TIMEOUT_S = 200  # a hang is a verdict too
 
 @dataclass(frozen=True)
 class Job:
-    """Which deaths of which victim. scenario: "fresh" or "replace". stride: every n-th point.
+    """The deaths, by victim. scenario: "fresh" or "replace". stride: every n-th point.
 
     more: storage_options on top of the server's, for victim and judge. spoil: the name of a mistake
     of tests.servers.mistakes that victim and judge make: the judge must see it.
@@ -100,7 +100,7 @@ NEW = {"fresh": {"step_1": 1, "step_2": 3}, "replace": {"step_1": 3}}
 
 
 def _prepare(scenario: str, uri: str, options: Mapping[str, Any]) -> None:
-    """What lies there before the victim's save."""
+    """What is there before the victim's save."""
     import ckptfs
 
     for name, values in BEFORE[scenario].items():

@@ -1,4 +1,4 @@
-"""What the GCS tests share: a server whose rules a test may bend, and the client on it."""
+"""What the GCS tests share: a server with rules that a test may bend, and the client on it."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def place_of(name: str) -> Iterator[Place]:
 
 
 def fresh(label: str = "k") -> str:
-    """A key that nobody used yet."""
+    """An unused key."""
     return f"run/{label}-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""What lies in a store, seen behind ckptfs's back: keys, sizes, uploads under way."""
+"""What is in a store, seen behind ckptfs's back: keys, sizes, uploads under way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def keys_below(server: Server, uri: str) -> Mapping[str, int]:
 
 
 def pending_uploads(server: Server, uri: str) -> list[str]:
-    """Keys of the multipart uploads below a URI that nobody completed (S3)."""
+    """Keys of the uncompleted multipart uploads below a URI (S3)."""
     prefix = _key(server, uri) + "/"
     with contextlib.closing(raw.s3(server)) as client:
         found = client.list_multipart_uploads(Bucket=server.bucket, Prefix=prefix)

@@ -3,8 +3,8 @@
     with launch(measured, 1, args={"do": "save", "uri": ..., "options": {...}, "gib": 1.0}) as ranks:
 
 The state is one tensor of 128 MiB, and its first 6 MiB, under many keys, half of the bytes each: large
-ones go out from where they lie, of small ones several share a part. What is measured is what ckptfs
-holds beside it.
+ones go out from where they are, of small ones several share a part. What is measured is what ckptfs
+holds in addition to it.
 Returns the most resident memory above what was resident before, in bytes, and seconds.
 """
 
@@ -32,7 +32,7 @@ def resident(what: str) -> int:
 def peak_of(call: Callable[[], object]) -> tuple[int, float]:
     """Bytes that were resident at most while it ran, above those before; its seconds."""
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the high-water mark begins anew
+        file.write("5")  # the high-water mark begins again
     before, started = resident("VmRSS"), time.perf_counter()
     call()
     return resident("VmHWM") - before, time.perf_counter() - started

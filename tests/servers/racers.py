@@ -68,7 +68,7 @@ def race(job: Job) -> list[list[Outcome]]:
 
 
 def save_once(session: RunSession, name: str, together: Barrier) -> Outcome:
-    """One writer's save of ``name``; whoever fails early lets the others go on."""
+    """One writer's save of ``name``; one that fails early lets the others continue."""
     attempt = Attempt(session, SaveSpec(name, None))
 
     def write() -> WrittenPart:
@@ -100,7 +100,7 @@ def _writer(job: Job, together: Barrier, answers: Any) -> None:
             together.wait(WAIT_S)
             try:
                 outcome = save_once(session, f"step_{number}", together)
-            except BaseException:  # noqa: BLE001 - told to the test, whatever it is
+            except BaseException:  # noqa: BLE001 - passed to the test, whatever it is
                 together.abort()
                 outcome = Outcome("", "unexpected", traceback.format_exc())
             answers.put((number, asdict(outcome)))

@@ -88,7 +88,7 @@ def test_small_objects(client: ObjectClient, prefix: str, name: str, data: bytes
 
 
 def test_conditions(client: ObjectClient, prefix: str) -> None:
-    """IfAbsent and IfMatch hold or leave what stands there untouched; an etag may lack its quotes."""
+    """IfAbsent and IfMatch hold or leave what is there untouched; an etag may lack its quotes."""
     key = prefix + "k"
     first = client.put(key, b"1", IF_ABSENT)
     assert first is not None
@@ -291,7 +291,7 @@ def test_a_wrong_key(azurite: Server, kind: str, prefix: str) -> None:
 
 
 def test_a_wrong_endpoint(azurite: Server, kind: str, prefix: str) -> None:
-    """Nobody listens: told with the endpoint, worth a retry, and nothing happened. The URL that was
+    """Without a listener: an error with the endpoint, worth a retry, and nothing happened. The URL that was
     asked for holds the signature, and is not in the error.
     """
     token = sas(azurite, "rw")
@@ -340,7 +340,7 @@ def test_a_signature_for_reading_only(azurite: Server, kind: str, prefix: str) -
 
 
 def test_a_blob_under_a_lease(azurite: Server, kind: str, prefix: str) -> None:
-    """Somebody's lease refuses writing and deleting: told once, and no reason to retry."""
+    """Somebody's lease refuses writing and deleting: reported once, and no reason to retry."""
     blob = raw.azure(azurite).get_blob_client(prefix + "k")
     blob.upload_blob(b"here")
     lease = blob.acquire_lease()
@@ -355,7 +355,7 @@ def test_a_blob_under_a_lease(azurite: Server, kind: str, prefix: str) -> None:
 
 
 def test_a_batch_with_refused_and_absent_keys(azurite: Server, kind: str, prefix: str) -> None:
-    """What may be deleted is deleted, what may not is told by its key, what is absent is success."""
+    """What may be deleted is deleted, what may not is reported by its key, what is absent is success."""
     keys = [f"{prefix}{number}" for number in range(4)]
     container = raw.azure(azurite)
     for key in (keys[0], keys[1], keys[3]):
@@ -442,7 +442,7 @@ def test_in_another_process(client: ObjectClient, kind: str, prefix: str, method
     assert there.exitcode == 0
     answer = answers.get()
     if (kind, method) == ("obstore", "fork"):
-        # Its threads are the parent's: said at once, where it would wait for ever.
+        # Its threads are the parent's: said at once, where it would hang.
         assert isinstance(answer, UnsupportedError)
         return
     assert client.head(prefix + "there").etag == answer

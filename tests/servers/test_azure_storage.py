@@ -62,7 +62,7 @@ class OnAzurite(StorageConformance):
 
 
 class TestAdlfs(OnAzurite):
-    """FsspecStorage over adlfs, which stands in where obstore cannot express an option."""
+    """FsspecStorage over adlfs, which is used where obstore cannot express an option."""
 
     kind = "adlfs"
 
@@ -75,7 +75,7 @@ class TestObstore(OnAzurite):
     def test_last_writer_of_a_key_wins(self, store: Storage) -> None:
         """Two uploads of one key do not mix. The service drops all blocks that a commit does not name;
         whether those of the one that closes last had been sent is obstore's own business. It is there,
-        whole, or it is told and the other is.
+        whole, or there is an error and the other is.
         """
         first, second = store.open_write("d/f"), store.open_write("d/f")
         second.write(b"2" * 2_000_000)

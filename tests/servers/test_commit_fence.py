@@ -1,4 +1,4 @@
-"""Who lost the run can change nothing any more: neither after a long sleep, nor beside the new owner."""
+"""Who lost the run can change nothing any more: neither after a long sleep, nor next to the new owner."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class OnServer(Conformance):
     library: str
 
     def opened(self, server: Server) -> Storage:
-        """The storage under test, at a prefix that nobody used."""
+        """The storage under test, at an unused prefix."""
         self.server = server
         root = server.fresh("conformance")
         self.base = root.removeprefix(f"{server.uri()}/")
@@ -69,7 +69,7 @@ class OnS3(OnServer):
         return key in self.raw_list()
 
     def raw_list(self) -> list[str]:
-        # Nothing is left behind: no object, and no upload that nobody completed.
+        # Nothing is left behind: no object, and no uncompleted upload.
         where = {"Bucket": self.server.bucket, "Prefix": f"{self.base}/"}
         assert not self.client.list_multipart_uploads(**where).get("Uploads")
         found = self.client.list_objects_v2(**where).get("Contents", [])
@@ -142,7 +142,7 @@ class OnGcs(OnServer, StorageConformance):
 
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp's, to gcsfs
 class TestGcsGcsfs(OnGcs):
-    """FsspecStorage over gcsfs, which stands in where obstore cannot express an option."""
+    """FsspecStorage over gcsfs, which is used where obstore cannot express an option."""
 
     library = "gcsfs"
 

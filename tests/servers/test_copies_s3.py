@@ -49,7 +49,7 @@ def check(uri: str, step: int, options: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def draining(run: Run, copy: Copy) -> Iterator[tuple[Copier, list[Event]]]:
-    """A copier of a held run, and what it told."""
+    """A copier of a held run, and what it reported."""
     told: list[Event] = []
     copier = Copier(run, copies_of([copy], run.uri), lambda seal: True, tell=told.append)
     try:

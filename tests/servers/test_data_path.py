@@ -1,4 +1,4 @@
-"""What lies in a bucket after a save: whole, readable by us through any client, by stock, by anybody."""
+"""What is in a bucket after a save: whole, readable by us through any client, by stock, by anybody."""
 
 from __future__ import annotations
 
@@ -98,6 +98,6 @@ def test_a_hugging_face_prefix_has_plain_names_and_plain_bytes(
             assert hashlib.sha256(body).digest() == hashlib.sha256(data).digest(), name
         listed = s3.list_objects_v2(Bucket=radosgw.bucket, Prefix=prefix)["Contents"]
     names = {line["Key"].removeprefix(prefix) for line in listed}
-    # Beside them only what makes it a checkpoint: the manifest, and its directory.
+    # In addition only what makes it a checkpoint: the manifest, and its directory.
     assert {name for name in names - written.keys() if "/" not in name} <= {"ckptfs.json"}
     assert written.keys() <= names

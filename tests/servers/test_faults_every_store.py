@@ -1,4 +1,4 @@
-"""Every kind of fault before every store: a save and a load come through bit-exact, or where nobody
+"""Every kind of fault before every store: a save and a load come through bit-exact, or where no client
 could know better, end with a typed error; never with wrong bytes.
 """
 
@@ -58,7 +58,7 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def now_and_then(action: Action, method: str = "*") -> list[HttpFault]:
-    """Requests 2, 7, 15, 20, 28, ... of a method: in no step with anything that begins anew."""
+    """Requests 2, 7, 15, 20, 28, ... of a method: in no step with anything that begins again."""
     numbers = itertools.accumulate(itertools.cycle((5, 8)), initial=2)
     return [HttpFault(method, "*", Nth(n), action) for n in itertools.islice(numbers, 40)]
 

@@ -161,7 +161,7 @@ def test_a_dead_server(radosgw: Server, dies: str) -> None:
     direct = radosgw.storage_options()
     assert ckptfs.list_checkpoints(uri, storage_options=direct) == []
     left = keys_below(radosgw, uri)
-    # Data and digests are sent together: of the digests something may lie there, as the attempt's own.
+    # Data and digests are sent together: of the digests something may be there, as the attempt's own.
     attempts = {key.split("/")[2] for key in left if key.startswith(".ckptfs/attempts/")}
     inside = tuple(f"step_1/{save_id}/" for save_id in attempts)
     assert not [key for key in left if key.startswith("step_1/") and not key.startswith(inside)]

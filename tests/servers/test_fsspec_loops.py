@@ -33,7 +33,7 @@ def made(server: Server, **more: Any) -> Any:
 
 
 def fresh(server: Server) -> str:
-    """A prefix that nobody used."""
+    """An unused prefix."""
     return server.fresh().partition("://")[2]
 
 

@@ -18,7 +18,7 @@ ODD = ("a//b", "a/./b", "/a", "what?", "what?is=this", "100%", "a+b c#d")
 
 
 def fresh(server: Server) -> str:
-    """A prefix that nobody used."""
+    """An unused prefix."""
     return server.fresh().partition("://")[2]
 
 
@@ -90,7 +90,7 @@ def test_a_checkpoint_is_saved_where_its_uri_leads(radosgw: Server, fs: Any) -> 
 
 
 def test_an_object_and_what_lies_below_its_name(fs: Any, stock: Any, radosgw: Server) -> None:
-    """``rm`` takes the object, with ``recursive`` what lies below it too."""
+    """``rm`` takes the object, with ``recursive`` what is below it too."""
     root = fresh(radosgw)
     for name in ("a", "a/b", "a/c/d", "ab"):
         fs.pipe_file(f"{root}/{name}", b"x")

@@ -98,7 +98,7 @@ def test_equal_bytes_are_another_generation(client: ObjectClient) -> None:
 
 
 def test_of_sixteen_writers_one_wins(client: ObjectClient) -> None:
-    """One of many creates succeeds, all others are told so, and the winner's bytes are there."""
+    """One of many creates succeeds, all others get that answer, and the winner's bytes are there."""
     for _ in range(10):
         key, barrier = fresh("race"), threading.Barrier(16)
 
@@ -117,7 +117,7 @@ def test_of_sixteen_writers_one_wins(client: ObjectClient) -> None:
 
 
 def test_ranges_go_straight_into_the_buffer(client: ObjectClient) -> None:
-    """A range fills its buffer and nothing beside it, with a pinned generation and without one."""
+    """A range fills its buffer and nothing else, with a pinned generation and without one."""
     key, data = fresh(), bytes(range(256)) * 20
     etag = client.put(key, data)
     room = bytearray(120)
@@ -240,7 +240,7 @@ def test_listings_are_in_order_and_in_pages(place: Place) -> None:
 
 
 def test_deletes_tell_what_was_refused(place: Place) -> None:
-    """Of many keys absent ones are success, a held one is told with its key, the others go."""
+    """Of many keys absent ones are success, a held one is reported with its key, the others go."""
     keys = [fresh(str(i)) for i in range(3)]
     for key in keys[:2]:
         place.client.put(key, b"x")
@@ -277,7 +277,7 @@ def test_a_client_goes_to_another_process(client: ObjectClient) -> None:
 
 
 def test_a_closed_client_opens_again(place: Place) -> None:
-    """close is harmless twice, and the next request opens anew."""
+    """close is harmless twice, and the next request opens it again."""
     client = place.another()
     key = fresh()
     client.put(key, b"x")

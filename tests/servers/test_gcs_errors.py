@@ -1,4 +1,4 @@
-"""What goes wrong with GCS is told in one clear sentence, with its type, and without credentials."""
+"""What goes wrong with GCS is reported in one clear sentence, with its type, and without credentials."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def place(shared: Place) -> Place:
 
 @pytest.mark.parametrize("doing", ALL)
 def test_a_bucket_that_does_not_exist(place: Place, doing: str) -> None:
-    """It is named, with the endpoint, and nobody makes it."""
+    """It is named, with the endpoint, and it is not made."""
     client = open_on(place.gcs, place.name, {}, bucket="nobody")
     error = error_of(ALL[doing], client)
     assert "nobody" not in place.gcs.store.buckets
@@ -99,7 +99,7 @@ def test_a_bucket_that_does_not_exist(place: Place, doing: str) -> None:
 
 @pytest.mark.parametrize("doing", ALL)
 def test_a_token_that_is_not_accepted(place: Place, doing: str) -> None:
-    """A wrong or expired token that nobody can renew is CredentialsError."""
+    """A wrong or expired token that cannot be renewed is CredentialsError."""
     place.gcs.rules.token = "another"  # noqa: S105 - made up
     error = error_of(ALL[doing], place.another(token=SECRET))
     assert isinstance(error, CredentialsError)
@@ -109,7 +109,7 @@ def test_a_token_that_is_not_accepted(place: Place, doing: str) -> None:
 
 @pytest.mark.parametrize("doing", ALL)
 def test_no_credentials_where_some_are_needed(place: Place, doing: str) -> None:
-    """An anonymous caller is told that credentials were expected, and how to give them."""
+    """An anonymous caller gets the message that credentials were expected, and how to give them."""
     place.gcs.rules.token = "another"  # noqa: S105 - made up
     error = error_of(ALL[doing], place.client)
     assert isinstance(error, AccessError)
@@ -148,7 +148,7 @@ def test_a_permission_that_is_missing(place: Place, doing: str) -> None:
 
 @pytest.mark.parametrize("doing", ALL)
 def test_throttling_is_one_try_and_did_nothing(place: Place, doing: str) -> None:
-    """429 is TransientError, told after one request: retrying is not the client's."""
+    """429 is TransientError, raised after one request: retrying is not the client's."""
     if (doing, place.name) == ("upload", "obstore"):
         pytest.skip("obstore retries the parts of an upload by itself")
     place.gcs.rules.seen.clear()
@@ -231,7 +231,7 @@ def test_no_such_host(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_no_tls_there(name: str) -> None:
-    """https to a server that speaks http is told as such."""
+    """https to a server that speaks http is reported as such."""
     with GcsServer() as gcs:
         https = gcs.endpoint.replace("http:", "https:")
         error = error_of(ALL["get"], open_on(gcs, name, {"endpoint_url": https}))
@@ -239,7 +239,7 @@ def test_no_tls_there(name: str) -> None:
 
 
 def test_requester_pays(place: Place) -> None:
-    """A bucket whose readers pay says so; with the project, every kind of request names it."""
+    """A bucket with paying readers says so; with the project, every kind of request names it."""
     place.gcs.rules.requester_pays = True
     error = error_of(ALL["get"], place.client)
     assert "requester pays" in str(error)

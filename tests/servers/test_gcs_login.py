@@ -1,4 +1,4 @@
-"""GCS credentials: found, renewed ahead of time and when refused, told when they cannot be."""
+"""GCS credentials: found, renewed ahead of time and when refused, reported when they cannot be."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 
 def key_file(gcs: GcsServer, private_key: str, folder: Path) -> Path:
-    """A key file whose tokens the server issues."""
+    """A key file with tokens that the server issues."""
     path = folder / "key.json"
     path.write_text(service_account(f"{gcs.endpoint}/token", private_key))
     return path
@@ -83,7 +83,7 @@ def test_a_token_is_renewed_before_it_ends(place: Place, private_key: str, tmp_p
 def test_a_token_that_google_would_not_replace_yet_is_used(
     place: Place, private_key: str, tmp_path: Path
 ) -> None:
-    """Metadata servers hand out the same token until four minutes before its end: whoever asks earlier asks
+    """Metadata servers hand out the same token until four minutes before its end: a client that asks earlier asks
     for every request, and gets nothing.
     """
     place.gcs.rules.token_lifetime_s = 240

@@ -85,7 +85,7 @@ def test_settings_reach_every_object(name: str) -> None:
     """Small objects, conditional ones and uploads in parts have the same settings."""
     with place_of(name) as place:
         assert written_by(place.another(**COMMON), place.gcs) == [SHOWN] * 4
-        # Google's front ends keep copies of what the public may read, unless told not to.
+        # Google's front ends keep copies of what the public may read, unless asked not to.
         plain = {"contentType": "application/octet-stream", "cacheControl": "no-store"}
         assert written_by(place.another(), place.gcs) == [plain] * 4
 
@@ -164,7 +164,7 @@ def test_what_obstore_cannot(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", CAN)
 def test_what_obstore_can(options: dict[str, Any]) -> None:
-    """Nothing else is refused; what nobody knows is told when the client is opened."""
+    """Nothing else is refused; what is unknown is reported when the client is opened."""
     assert gcs.unsupported_option(options) is None
 
 
@@ -216,7 +216,7 @@ def test_what_gcsfs_takes_for_its_caches_changes_nothing() -> None:
 
 
 def test_what_gcsfs_alone_knows_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newer gcsfs has options that are not in our table: they reach it, and nobody else."""
+    """A newer gcsfs has options that are not in our table: they reach it, and no other."""
 
     class Newer(gcsfs.core.GCSFileSystem):  # type: ignore[misc]
         def __init__(self, *, newer: object = None, **kwargs: Any) -> None:
@@ -258,7 +258,7 @@ def test_the_environment_is_read(
 
 
 def test_options_are_not_shown() -> None:
-    """Neither repr nor the errors of a client hold a token; a pickle does, to go on working."""
+    """Neither repr nor the errors of a client hold a token; a pickle does, to keep working."""
     found = parse_gcs_options(URI, {"token": "s3cret"})
     assert "s3cret" not in repr(found)
     assert pickle.loads(pickle.dumps(found)).token == "s3cret"  # noqa: S105 - made up

@@ -47,7 +47,7 @@ def same(found: dict[str, Any]) -> bool:
 
 @pytest.fixture
 def own() -> Iterator[GcsServer]:
-    """A server whose rules the test bends."""
+    """A server with rules that the test bends."""
     with GcsServer() as server:
         yield server
 
@@ -114,7 +114,7 @@ def test_the_permissions_of_the_documentation_are_enough(own: GcsServer, client:
 
 
 def test_an_emulator_without_preconditions_is_told(gcs_emulator: Server) -> None:
-    """Where conditions are ignored a save works, says that nobody is excluded, and can be loaded."""
+    """Where conditions are ignored a save works, says that no writer is excluded, and can be loaded."""
     options = gcs_emulator.storage_options(client="gcsfs")
     run = gcs_emulator.fresh("run")
     small: dict[str, Any] = {"w": torch.arange(1000), "step": 7}

@@ -67,8 +67,8 @@ def proxy(hdfs: Server) -> Iterator[FaultProxy]:
 
 
 def test_row26_a_rename_of_a_directory_excludes_nobody(place: Place) -> None:
-    """Two committers rename their directories to one name: HDFS tells both that it is done, and the
-    second lies inside the first. Ours rename files, refused if the name is taken: one wins.
+    """Two committers rename their directories to one name: HDFS answers both that it is done, and the
+    second is inside the first. Ours rename files, refused if the name is taken: one wins.
     """
     for who in "ab":
         place.write(f"attempt-{who}/f", who.encode())
@@ -94,7 +94,7 @@ def test_row26_a_rename_of_a_directory_excludes_nobody(place: Place) -> None:
 
 
 def test_nothing_moves_into_a_directory(place: Place) -> None:
-    """Where a directory stands under the key, create, replace and a closing writer fail, and leave
+    """Where a directory is under the key, create, replace and a closing writer fail, and leave
     nothing in it.
     """
     place.write("taken/f", b"x")
@@ -129,7 +129,7 @@ def test_a_lost_answer_of_the_rename_is_settled(place: Place, proxy: FaultProxy)
 
 
 def test_a_lost_answer_is_told_when_the_time_is_over(place: Place, proxy: FaultProxy) -> None:
-    """Without time to ask again: AnswerLostError. The same create again says "exists", what stands
+    """Without time to ask again: AnswerLostError. The same create again says "exists", what is
     there is ours, and what the first try left is gone.
     """
     place.make_dir("log")
@@ -162,7 +162,7 @@ def test_a_rename_that_arrives_late_changes_nothing(place: Place, proxy: FaultPr
 def test_a_refused_create_that_lost_an_answer_does_not_win_later(
     place: Place, proxy: FaultProxy
 ) -> None:
-    """A create whose rename is held up loses to another one, takes its source away, and the late
+    """A create with its rename held up loses to another one, takes its source away, and the late
     rename cannot replace the winner, even after the winner is deleted.
     """
     gate = Gate()
@@ -226,7 +226,7 @@ def test_lost_answers_of_a_datanode(place: Place) -> None:
 
 def test_a_writer_killed_half_way_leaves_no_key(place: Place) -> None:
     """SIGKILL in the middle of a data file: nothing under its key, an older one there is whole; what
-    lies beside it is swept by its age.
+    is next to it is swept by its age.
     """
     place.write("d/older", b"whole")
     victim = (

@@ -90,7 +90,7 @@ def test_of_many_writers_one_wins(name: str, request: pytest.FixtureRequest) -> 
 
 
 def test_the_emulator_ignores_conditions(gcs_emulator: Server) -> None:
-    """gcp-storage-emulator overwrites where it was told not to: the reason why `gcs` exists."""
+    """gcp-storage-emulator overwrites against a condition: the reason why `gcs` exists."""
     with raw.bucket(gcs_emulator) as bucket:
         assert [bucket.create("lab/twice", data) for data in (b"1", b"2")] == [True, True]
         assert bucket.get("lab/twice") == b"2"

@@ -1,4 +1,4 @@
-"""What a save and a load of gigabytes hold in memory beyond the tensors: the bounds that are told."""
+"""What a save and a load of gigabytes hold in memory beyond the tensors: the bounds that are documented."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.multiprocess.harness import launch
 from tests.servers.memory_client import measured
 
 MIB = 1 << 20
-# What a Python process grows by beside: threads, connections, what malloc has not given back.
+# What a Python process grows by in addition: threads, connections, what malloc has not given back.
 SLACK_BYTES = 48 * MIB
 CONCURRENCY, WINDOW_BYTES, BLOCK_BYTES = 8, 8 * MIB, MIB
 LOAD_BYTES = CONCURRENCY * (WINDOW_BYTES + 2 * BLOCK_BYTES)

@@ -106,7 +106,7 @@ def test_row4_an_error_in_the_middle_of_a_file(
         )
     for thread in threading.enumerate():
         if thread.name.startswith("ckptfs-dcp"):
-            thread.join(120)  # the writer cleans up beside the caller
+            thread.join(120)  # the writer cleans up in parallel with the caller
     assert proxy.requests("PUT", "*/attempt.json"), "it began"
     completed = [e for e in proxy.requests("PUT", "*.distcp") if not e.query]
     completed += proxy.requests("POST", "*.distcp[?]uploadId=*")
@@ -126,7 +126,7 @@ def test_row5_storage_options_survive_reset(
     radosgw: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dcp.save with a checkpoint_id resets the writer: stock then asks whatever endpoint the
-    environment names; ours goes on with the options it was given, save after save, load after load.
+    environment names; ours continues with the options it was given, save after save, load after load.
     """
     options = radosgw.storage_options()
     stock, ours = radosgw.fresh("stock"), radosgw.fresh("ours")
@@ -239,7 +239,7 @@ def test_row20_never_a_bucket_a_marker_a_copy_or_a_look_above_the_run(
             assert e.path.startswith(f"/{radosgw.bucket}/{prefix}/"), e.target
 
 
-# -- row 24: a conditional PUT whose answer was lost ---------------------------------------------
+# -- row 24: a conditional PUT with a lost answer ---------------------------------------------
 
 
 def test_row24_the_control(radosgw: Server, proxy: FaultProxy) -> None:
@@ -293,7 +293,7 @@ def test_row24_an_append_whose_answer_was_lost(
 
 
 def test_row25_the_control(radosgw: Server) -> None:
-    """radosgw ignores If-None-Match of CompleteMultipartUpload and overwrites what stands there."""
+    """radosgw ignores If-None-Match of CompleteMultipartUpload and overwrites what is there."""
     with contextlib.closing(raw.s3(radosgw)) as client:
         where = {"Bucket": radosgw.bucket, "Key": "row25"}
         client.put_object(**where, Body=b"first")

@@ -72,7 +72,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_run_on_it(kind: str, request: pytest.FixtureRequest) -> None:
-    """Saves in parts with retention, a list, a load; what it lacks is found out and told."""
+    """Saves in parts with retention, a list, a load; what it lacks is found out and reported."""
     server: Server = request.getfixturevalue(kind)
     run, options = server.fresh("run"), server.storage_options(part_size_bytes=PART_BYTES)
     with ckptfs.CheckpointManager(run, keep_latest=1, storage_options=options) as manager:

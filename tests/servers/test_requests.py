@@ -1,4 +1,4 @@
-"""The requests that docs/stores/costs.md tells are those that a server sees."""
+"""The requests that docs/stores/costs.md lists are those that a server sees."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 
 def keys(server: Server, run: str) -> dict[str, int]:
-    """What lies below a run: key -> bytes."""
+    """What is below a run: key -> bytes."""
     prefix = run.removeprefix(f"{server.uri()}/") + "/"
     with contextlib.closing(raw.s3(server)) as s3:
         listed = s3.list_objects_v2(Bucket=server.bucket, Prefix=prefix).get("Contents", [])
@@ -139,8 +139,8 @@ def test_stock_readers_follow_on_other_stores(kind: str, request: pytest.Fixture
 
 
 def test_a_save_that_references_asks_once_for_each_file(radosgw: Server) -> None:
-    """Beside what docs/stores/costs.md tells of a save of so many files: what docs/howto/unchanged.md
-    tells, one HEAD for the referenced file and three GET to know the last checkpoint.
+    """In addition to what docs/stores/costs.md says of a save of so many files: what docs/howto/unchanged.md
+    says, one HEAD for the referenced file and three GET to know the last checkpoint.
     """
     with FaultProxy(radosgw.endpoint) as proxy:
         counted = Counted(radosgw, proxy)

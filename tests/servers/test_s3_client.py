@@ -124,7 +124,7 @@ def test_sixteen_writers_one_winner(client: ObjectClient, prefix: str) -> None:
 def create(
     client: ObjectClient, key: str, mine: bytes, start: threading.Barrier, won: list[bytes]
 ) -> None:
-    """One of the writers: tells when it won."""
+    """One of the writers: says when it won."""
     start.wait()
     try:
         client.put(key, mine, IF_ABSENT)
@@ -174,7 +174,7 @@ def test_listing(client: ObjectClient, prefix: str) -> None:
 
 
 def test_listing_over_pages(server: Server) -> None:
-    """More keys than one page holds are all told, in order."""
+    """More keys than one page holds are all listed, in order."""
     keys = [f"pages/{number:04d}" for number in range(1005)]
     with closing(open_s3(server)) as client, ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: client.put(key, b""), keys))
@@ -208,7 +208,7 @@ def test_parts_in_any_order(client: ObjectClient, prefix: str) -> None:
 
 
 def pending(client: ObjectClient, prefix: str) -> list[str]:
-    """Keys of the uploads that nobody completed."""
+    """Keys of the uncompleted uploads."""
     return [upload.key for upload in client.list_uploads(prefix)]
 
 
@@ -227,7 +227,7 @@ def test_abort_leaves_nothing(client: ObjectClient, prefix: str) -> None:
 
 
 def test_uploads_that_nobody_completed(server: Server) -> None:
-    """They are told with their age by the server's clock, and aborted one by one."""
+    """They are listed with their age by the server's clock, and aborted one by one."""
     with closing(open_s3(server)) as client, closing(raw.s3(server)) as behind:
         behind.create_multipart_upload(Bucket=server.bucket, Key="orphans/x")
         found = list(client.list_uploads("orphans/"))

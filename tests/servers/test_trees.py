@@ -39,7 +39,7 @@ def webdav() -> Iterator[Server]:
 
 
 def directory_of(server: Server, root: str) -> Path:
-    """Where the server keeps what lies below a URI of its own."""
+    """Where the server keeps what is below a URI of its own."""
     files = Path(server.run_dir) / "files"
     if server.protocol == "sftp":
         return Path(root.removeprefix(f"sftp://{server.endpoint.rpartition(':')[0][6:]}"))
@@ -107,7 +107,7 @@ def test_a_run_on_it(kind: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("kind", ["sftp", "ftp", "webdav"])
 def test_threads_share_a_client(kind: str, request: pytest.FixtureRequest) -> None:
-    """Eight of them write and read at once: nobody gets another's answer."""
+    """Eight of them write and read at once: none gets another's answer."""
     server: Server = request.getfixturevalue(kind)
     wrong: list[int] = []
     with closing(open_storage(server.fresh("threads"), server.storage_options())) as storage:

@@ -46,7 +46,7 @@ class FakeTime:
 
 
 def over(client: ObjectClient, root: str = "s3://bucket/run", **options: Any) -> ObjectStorage:
-    """A storage over ``client`` whose retries take no time."""
+    """A storage over ``client`` with retries that take no time."""
     storage = ObjectStorage(Uri.parse(root), client, ObjectOptions(**options))
     storage.retrier = FakeTime().retrier(storage.retrier)
     return storage

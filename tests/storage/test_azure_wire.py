@@ -62,7 +62,7 @@ class Heard:
 
 
 class Recorder:
-    """An HTTP server that writes down what it is asked, and answers what it was told to."""
+    """An HTTP server that writes down what it is asked, and answers what it was given."""
 
     def __init__(self) -> None:
         self.heard: list[Heard] = []
@@ -168,7 +168,7 @@ def test_every_put_and_commit_carries_what_was_asked_for(recorder: Recorder) -> 
 
 
 def test_the_customers_key_needs_obstore() -> None:
-    """adlfs cannot read with it: refused before anything is written that nobody could load."""
+    """adlfs cannot read with it: refused before anything is written that could not be loaded."""
     key = base64.b64encode(bytes(32)).decode()
     options = {"account_name": "mine", "account_key": KEY, "cpk": key, "client": "adlfs"}
     with pytest.raises(UriError, match="cpk goes through obstore alone"):
@@ -347,7 +347,7 @@ def test_refusals_of_a_read(
 
 
 def test_an_ended_signature_is_told(recorder: Recorder) -> None:
-    """Azure answers AuthenticationFailed; the SAS's own end tells."""
+    """Azure answers AuthenticationFailed; the SAS's own end shows why."""
     ended = "AccountName=mine;SharedAccessSignature=" + SAS.replace("2999", "2021")
     recorder.told = [Told(403, "AuthenticationFailed")]
     with pytest.raises(CredentialsError, match="expired") as caught:

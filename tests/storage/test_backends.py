@@ -331,7 +331,7 @@ def test_network_failures_of_a_put_leave_it_open(bucket: type[Bucket], failure: 
 
 
 def test_a_refusal_that_arrives_as_einval(bucket: type[Bucket]) -> None:
-    """Some servers' failed condition is EINVAL: told from a real one by what stands there."""
+    """Some servers' failed condition is EINVAL: distinguished from a real one by what is there."""
     storage = open_storage("oss://bucket/run")
     storage.create("log/0", b"x", staging="")
     bucket.backing.pipe_file("/bucket/run/log/1", b"other")
@@ -518,7 +518,7 @@ def test_many_names_go_in_one_request(bucket: type[Bucket]) -> None:
 
 
 def test_a_client_that_lists_by_letters_removes_no_other_tree(bucket: type[Bucket]) -> None:
-    """A name that only begins alike stays, also where the client's find tells of it."""
+    """A name that only begins alike stays, also where the client's find lists it."""
 
     def find(self: Bucket, path: str, **_: Any) -> dict[str, Any]:
         return {name: {} for name in self.backing.find("/") if name.strip("/").startswith(path)}
@@ -539,7 +539,7 @@ def test_options_of_other_clients_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("taken", ["ckptfs+s3:", "s3:", "gs:"])
 def test_a_uri_that_a_program_took_for_a_path_is_warned_of(tmp_path: Path, taken: str) -> None:
-    """`./s3:/bucket/run` is a directory on this machine: what comes to ckptfs like that is told."""
+    """`./s3:/bucket/run` is a directory on this machine: what comes to ckptfs like that is an error."""
     with pytest.warns(UserWarning, match=f"used the URI {re.escape(taken)}//"):
         open_storage(tmp_path / taken / "bucket" / "run").close()
     open_storage(tmp_path / "s3" / "run").close()

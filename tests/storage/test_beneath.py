@@ -106,7 +106,7 @@ def test_nothing_is_changed_behind_a_link(
     storage: LocalStorage, tmp_path: Path, change: Change, at: str
 ) -> None:
     """Each operation that changes something is SymlinkError with the link's path, wherever on the way it
-    stands, and works where none does.
+    is, and works where none does.
     """
     shutil.copytree(tmp_path / "root", tmp_path / "saved")
     change(storage)
@@ -131,9 +131,9 @@ _CALLS = frozenset(
 
 
 class Racer:
-    """Whoever races: swaps the directory for a link just before the ``nth`` system call on a name.
+    """A process that races: swaps the directory for a link just before the ``nth`` system call on a name.
 
-    Python tells each call to an audit hook, which stays for as long as its process lives.
+    Python reports each call to an audit hook, which stays for as long as its process lives.
     """
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ def test_what_only_reads_goes_through_a_link_but_not_in_the_control_directory(
 def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(
     storage: LocalStorage, tmp_path: Path
 ) -> None:
-    """A new file under the name of a link takes its place, one that others may go on with is refused."""
+    """A new file under the name of a link takes its place, one that others may continue is refused."""
     target = tmp_path / "victim/f"
     for name in ("f", os.path.basename(resumable_name("/g"))):
         path = tmp_path / "root/a/b" / name

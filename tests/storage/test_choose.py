@@ -54,7 +54,7 @@ def taken(text: str, client: str = "auto", **rest: Any) -> Any:
 
 
 def fast_of(module: str) -> str:
-    """The module of obstore's client beside that of the other library."""
+    """The module of obstore's client and that of the other library."""
     return {"gcsfs": "gcs", "adlfs": "azure", "s3fs": "s3"}[module]
 
 

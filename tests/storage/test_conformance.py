@@ -84,7 +84,7 @@ class TestLocalWithoutDirectoryRename(OnDisk):
 
 
 class _Local(LocalStorage):
-    """A local storage whose system calls do not travel: pickling gives the usual ones."""
+    """A local storage with system calls that do not travel: pickling gives the usual ones."""
 
     def __init__(self, root: Path, posix: Posix) -> None:
         super().__init__(Uri.parse(str(root)), posix=posix)

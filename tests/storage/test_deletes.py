@@ -1,4 +1,4 @@
-"""Deletes: batches, all tried, failures told once, refusals not asked again and again."""
+"""Deletes: batches, all tried, failures reported once, refusals not asked again and again."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_tree_goes_whole_and_alone() -> None:
 
 def test_a_tree_that_is_one_object() -> None:
     """The object of that very name goes too; where there is nothing, nothing is deleted: with
-    versions, that would leave a marker for ever.
+    versions, that would leave a marker forever.
     """
     store, storage = bucket()
     store.put_behind("run/f", b"x")
@@ -124,7 +124,7 @@ def test_a_late_object_is_swept_too() -> None:
 
 
 def test_objects_that_keep_coming_are_an_error() -> None:
-    """Not for ever: after a few sweeps it says that somebody is writing there."""
+    """Not forever: after a few sweeps it says that somebody is writing there."""
 
     class Filling(MemoryObjectClient):
         def list_keys(self, prefix: str, *, delimiter: bool):  # type: ignore[no-untyped-def] # noqa: ANN202
@@ -283,7 +283,7 @@ def test_a_refused_request_holds_too() -> None:
 
 @pytest.mark.parametrize("error", [busy(), AnswerLostError("500 InternalError")])
 def test_a_key_that_a_retry_may_cure_goes_again(error: StorageError) -> None:
-    """Of a batch, one key is answered with "slow down" or "internal error", by which nobody knows
+    """Of a batch, one key is answered with "slow down" or "internal error", which does not say
     whether it is gone: the batch is repeated, the others too.
     """
 

@@ -30,7 +30,7 @@ ERRORS = [
 
 
 class Breaking(Posix):
-    """The real kernel, whose n-th call of a file on its way fails, or is done by half.
+    """The real kernel; its n-th call of a file on its way fails, or is done by half.
 
     short: writes take half of what they are given, and odd numbers of bytes. Refused are direct
     writes, from the one of that number on.
@@ -93,7 +93,7 @@ class Breaking(Posix):
 
     def close(self, fd: int) -> None:
         self._direct.discard(fd)
-        super().close(fd)  # close(2) lets go of the descriptor, whatever it answers
+        super().close(fd)  # close(2) releases the descriptor, whatever it answers
         self._call("close")
 
     def rename(self, source: str, target: str) -> None:
@@ -171,7 +171,7 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, engine: Engine) -> None:
 def test_a_place_that_refuses_direct_writes_half_way_gets_the_rest_otherwise(
     tmp_path: Path, first: int
 ) -> None:
-    """EINVAL at the first, second or third direct write: the file is whole, and the writer tells how."""
+    """EINVAL at the first, second or third direct write: the file is whole, and the writer says how."""
     if not takes_direct_here(tmp_path):
         pytest.skip("no direct writes here")
     posix = Breaking()
@@ -213,7 +213,7 @@ def test_what_a_direct_write_leaves_of_a_page_is_written_from_the_pages_start(
 def test_who_writes_into_a_broken_file_is_told_what_broke_it(
     tmp_path: Path, engine: Engine
 ) -> None:
-    """Of several threads the one that found the disk full may be heard last: the others say the same."""
+    """Of several threads the one that found the disk full may report last: the others say the same."""
 
     class Full(Posix):
         def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -294,7 +294,7 @@ def test_many_small_views_are_few_calls(tmp_path: Path) -> None:
 def test_which_places_are_written_direct(
     told: DirectAlignment | None, fs_type: int | None, tries: bool, takes: bool
 ) -> None:
-    """What the kernel tells decides; where it tells nothing, the kind of filesystem or the caller."""
+    """What the kernel says decides; where it says nothing, the kind of filesystem or the caller."""
     assert takes_direct(told, fs_type, try_unreported=tries) is takes
 
 

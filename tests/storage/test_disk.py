@@ -166,7 +166,7 @@ def test_what_is_durable_already_is_not_synced_again(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_another_made_again_is_not_taken_for_durable(tmp_path: Path) -> None:
-    """It was removed, and who made it anew did not come to the fsync yet: the path says nothing, and the number of
+    """It was removed, and who made it again did not come to the fsync yet: the path says nothing, and the number of
     the inode and the time of birth may be the old ones.
     """
     posix, storage = switched_on(prepared(tmp_path))

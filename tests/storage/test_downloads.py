@@ -101,7 +101,7 @@ def test_the_last_range_of_a_helper_is_asked_for_again() -> None:
         def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
             if threading.get_ident() != caller and not broken.is_set():
                 broken.set()
-                time.sleep(0.2)  # a slow server; the caller is done meanwhile
+                time.sleep(0.2)  # a slow server; the caller is done by then
                 raise busy()
             if threading.get_ident() == caller:
                 broken.wait(120)  # or the caller would take all ranges itself
@@ -180,7 +180,7 @@ def test_nobody_writes_into_the_buffer_after_an_error() -> None:
 @pytest.mark.parametrize("raised", [StorageError, KeyboardInterrupt])
 def test_a_read_that_fails_waits_for_the_threads_that_help(raised: type[BaseException]) -> None:
     """The calling thread's own range fails while a helper writes into the caller's buffer: the read
-    returns when the helper has ended, or whoever uses that memory next gets bytes of this object.
+    returns when the helper has ended, or the next user of that memory gets bytes of this object.
     """
     helping, returned = threading.Event(), threading.Event()
     caller = threading.current_thread()
@@ -192,7 +192,7 @@ def test_a_read_that_fails_waits_for_the_threads_that_help(raised: type[BaseExce
                 assert helping.wait(120)
                 raise raised("broken")
             helping.set()
-            returned.wait(0.5)  # a read that waits for this thread cannot return meanwhile
+            returned.wait(0.5)  # a read that waits for this thread cannot return before
             late.append(returned.is_set())
             super().get_range(key, offset, out, etag)
 
@@ -241,7 +241,7 @@ def test_a_second_interrupt_waits_for_the_threads_that_help() -> None:
             assert looked.wait(120)
             late.append(
                 returned.wait(0.5)
-            )  # a read that waits for this thread cannot return meanwhile
+            )  # a read that waits for this thread cannot return before
             super().get_range(key, offset, out, etag)
 
     class Interrupting(Threads):

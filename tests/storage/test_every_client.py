@@ -81,7 +81,7 @@ def on_azure(server: Scripted) -> dict[str, Any]:
 CLIENTS = {
     "s3 by obstore": Client("s3", lambda s: on_s3(s) | {"retry_s": 0}, xml, 0, "s3:PutObject"),
     "s3 by s3fs": Client("s3", lambda s: on_s3(s) | {"client": "s3fs"}, xml, 0, "s3:PutObject"),
-    # Else s3fs begins a read with a HEAD, whose answer has no code.
+    # Else s3fs begins a read with a HEAD; its answer has no code.
     "fsspec+s3": Client(
         "fsspec+s3", lambda s: on_s3(s) | {"max_concurrency": 1}, xml, 0, "s3:PutObject"
     ),

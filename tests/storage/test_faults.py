@@ -139,7 +139,7 @@ def test_lost_answers() -> None:
 
 
 def test_an_operation_is_held_until_released() -> None:
-    """The writer stands still at its operation, others go on, and it wakes up."""
+    """The writer stops at its operation, others continue, and it wakes up."""
     hold = Hold()
     storage = model(Plan([Fault("create", "d/0", 1, hold)]))
     outcome: list[BaseException] = []

@@ -52,7 +52,7 @@ class _LocalFiles:
         return self._inner.open_input_file(path)
 
     def move(self, source: str, target: str) -> None:
-        """Over what stands there."""
+        """Over what is there."""
         if self.failing:
             raise self.failing
         self._inner.move(source, target)
@@ -156,7 +156,7 @@ def test_a_file_that_cannot_be_looked_at_is_not_absent(
 def test_a_move_that_may_have_happened_is_in_doubt(
     local_files: list[_LocalFiles], tmp_path: Path
 ) -> None:
-    """A Java exception without an errno tells nothing of the change that met it."""
+    """A Java exception without an errno says nothing of the change that met it."""
     store = open_storage(f"hdfs://nn{tmp_path}/run")
     writer = store.open_write("f")
     local_files[-1].failing = OSError(255, "Unknown error 255")

@@ -86,7 +86,7 @@ class Keeping:
 
 
 def lost(_: Answer) -> Answer:
-    """It was done, and nobody hears of it."""
+    """It was done, and no client hears of it."""
     return Answer(then="drop")
 
 
@@ -123,7 +123,7 @@ def test_what_a_change_may_have_done(
 
 
 def test_the_probe_knows_its_own_object(server: Scripted) -> None:
-    """The library repeats a probe's first PUT, whose answer was lost, and meets its own object: another
+    """The library repeats a probe's first PUT after a lost answer, and meets its own object: another
     key is tried, the create succeeds, and no probe is left.
     """
     keeping = server.answer = Keeping({1: lost})
@@ -140,7 +140,7 @@ def test_the_probe_that_hears_nothing(server: Scripted) -> None:
 
 
 def test_the_probe_of_a_server_that_knows_no_conditions(server: Scripted) -> None:
-    """OpenStack Swift answers 501 to If-None-Match: nobody is excluded there, and saves go on."""
+    """OpenStack Swift answers 501 to If-None-Match: no writer is excluded there, and saves continue."""
     keeping = Keeping()
 
     def answer(request: Request) -> Answer:
@@ -157,7 +157,7 @@ def test_the_probe_of_a_server_that_knows_no_conditions(server: Scripted) -> Non
 def test_the_probe_without_permission_to_delete(
     server: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the probe saw stands although its key cannot be removed: writing is possible, and a warning
+    """What the probe saw counts although its key cannot be removed: writing is possible, and a warning
     names what stays.
     """
     keeping = server.answer = Keeping()
@@ -219,7 +219,7 @@ def test_one_of_many_creators_wins(tmp_path: Path) -> None:
 
 
 def test_put_and_pipe_only_create(tmp_path: Path) -> None:
-    """put_file and pipe_file with mode="create" make a new file and leave one that stands there."""
+    """put_file and pipe_file with mode="create" make a new file and leave one that is there."""
     fs, source = FileCheckpoints(), tmp_path / "source"
     source.write_bytes(b"new")
     fs.put_file(str(source), f"{tmp_path}/a/put", mode="create")

@@ -85,7 +85,7 @@ def test_names_as_long_as_the_filesystem_takes_are_kept_too(
 
 
 def test_one_writer_at_a_time(storage: LocalStorage) -> None:
-    """The second is told so, and the first is not disturbed."""
+    """The second gets an error, and the first is not disturbed."""
     with storage.open_kept("a", size_bytes=3) as first:
         with pytest.raises(AlreadyExistsError, match="another process is writing"):
             storage.open_kept("a", size_bytes=3)

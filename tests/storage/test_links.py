@@ -35,7 +35,7 @@ class Refusing(Posix):
 )
 def test_each_answer_is_told_apart(tmp_path: Path, number: int, kind: type[StorageError]) -> None:
     """Another filesystem, a sticky owner, too many links: "not between these two", so that a caller
-    writes instead; a lost answer is told as one.
+    writes instead; a lost answer is reported as one.
     """
     (tmp_path / "f").write_bytes(b"x")
     storage = LocalStorage(Uri.parse(tmp_path), posix=Refusing(number))

@@ -84,7 +84,7 @@ class Scripted(Posix):
 
 
 def failing(name: str, number: int, *, nth: int = 1) -> Scripted:
-    """A kernel whose ``nth`` call of that name answers with an errno, or for EEXIST each from there on.
+    """A kernel: its ``nth`` call of that name answers with an errno, or for EEXIST each from there on.
 
     A create that finds a file of its own in the way removes it and tries once more.
     """
@@ -287,7 +287,7 @@ def test_a_lost_answer_of_a_name_is_no_plain_failure(
     tmp_path: Path, name: str, number: int
 ) -> None:
     """The server may have given the name, or will yet: AnswerLostError with an open outcome, so that
-    whoever asked looks, and does not undo what may have been done.
+    the caller looks, and does not undo what may have been done.
     """
     storage = ready(tmp_path)
     storage.replace("tmp/w", b"x")
@@ -448,7 +448,7 @@ def test_a_parent_that_is_removed_and_made_again_is_the_one_that_is_synced(tmp_p
 
 
 def test_a_directory_without_a_time_of_birth_is_synced_each_time(tmp_path: Path) -> None:
-    """Numbers of inodes are used again: one that another process made anew would look like the one that was synced."""
+    """Numbers of inodes are used again: one that another process made again would look like the one that was synced."""
 
     class Timeless(Scripted):
         def identity(self, fd: int) -> Identity:
@@ -492,7 +492,7 @@ def test_an_identity_of_this_very_tick_has_no_time_of_birth(tmp_path: Path) -> N
 
 
 def test_make_dir_over_a_file(tmp_path: Path) -> None:
-    """EEXIST is success whatever stands there; below a file nothing can be made."""
+    """EEXIST is success whatever is there; below a file nothing can be made."""
     storage = ready(tmp_path)
     storage.replace("log/f", b"x")
     storage.make_dir("log/f")
@@ -524,7 +524,7 @@ class Cached(Posix):
     def __init__(self) -> None:
         self._absent: dict[str, set[str]] = {}
         self._opened: dict[int, str] = {}
-        self.replaced: str | None = None  # a directory whose inode the server knows no more
+        self.replaced: str | None = None  # a directory with an inode that the server knows no more
 
     def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
         plain = without_mark(path)
@@ -545,7 +545,7 @@ class Cached(Posix):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         self._absent.pop(path, None)
         if self.replaced is not None and path == os.path.dirname(self.replaced):
-            self.replaced = None  # its holder was asked: the name is looked up anew
+            self.replaced = None  # its holder was asked: the name is looked up again
         return super().fstat(fd)
 
 
@@ -666,7 +666,7 @@ def test_remove_tree_tells_other_failures(tmp_path: Path) -> None:
 
 
 class TakenForAnother(Posix):
-    """An NFS client that takes a name for a file that is gone, until it opens the directory anew."""
+    """An NFS client that takes a name for a file that is gone, until it opens the directory again."""
 
     def __init__(self) -> None:
         self.is_stale = True
@@ -733,7 +733,7 @@ def test_the_probe_waits_for_the_first_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["create", "write", "link", "rename", "mkdir"])
 def test_the_probe_leaves_nothing_after_an_error(tmp_path: Path, call: str) -> None:
-    """A probe that meets a full disk half-way removes what it made, and the error is told."""
+    """A probe that meets a full disk half-way removes what it made, and the error is raised."""
     (tmp_path / "run").mkdir()
     for nth in range(1, 4):
         kernel = failing(call, errno.ENOSPC, nth=nth)
@@ -771,7 +771,7 @@ class NoDirectorySync(Posix):
 
 
 class LinkOverwrites(Posix):
-    """A mount whose link takes a taken name."""
+    """A mount with a link call that takes a taken name."""
 
     def link(self, source: str, target: str) -> None:
         if os.path.exists(target):
@@ -873,7 +873,7 @@ def as_user(uid: int, act: Callable[[], None]) -> None:
             os.setuid(uid)
             os.umask(0o002)
             act()
-        except BaseException as error:  # noqa: BLE001 - told to the parent below
+        except BaseException as error:  # noqa: BLE001 - passed to the parent below
             os.write(writing, repr(error).encode()[:4000])
         os._exit(0)
     os.close(writing)
@@ -884,7 +884,7 @@ def as_user(uid: int, act: Callable[[], None]) -> None:
 
 
 def test_a_second_user_resumes_and_reclaims(shared_group: Path) -> None:
-    """Umask 0002 and setgid: a colleague creates beside, replaces, renames and removes what one made."""
+    """Umask 0002 and setgid: a colleague creates next to it, replaces, renames and removes what one made."""
     storage = LocalStorage(Uri.parse(str(shared_group / "run")))
 
     def first() -> None:
@@ -964,7 +964,7 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_parent_is_passed(shared_group: Path) -> None:
-    """The root may lie in a directory that we may pass but not list: /home is one."""
+    """The root may be in a directory that we may pass but not list: /home is one."""
     os.chmod(shared_group, 0o2711)  # noqa: S103 - the case
     run = shared_group / "run"
     run.mkdir()
@@ -994,8 +994,8 @@ def test_a_directory_that_may_only_be_passed_through_is_no_error_to_refresh(tmp_
 def test_what_was_never_written_is_not_left_behind(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A read-only mount refuses to remove a name that is not there: nothing stays, so nothing is told;
-    of a file that does stay it is.
+    """A read-only mount refuses to remove a name that is not there: nothing stays, so there is no error;
+    for a file that does stay there is.
     """
 
     class ReadOnly(Posix):

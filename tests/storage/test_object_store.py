@@ -138,7 +138,7 @@ def test_a_server_that_ignores_conditions_loses_create() -> None:
 
 
 def test_a_refusal_that_was_none_is_found_out() -> None:
-    """A server that answers "precondition failed" and writes all the same excludes nobody."""
+    """A server that answers "precondition failed" and writes all the same excludes no writer."""
 
     class Lying(MemoryObjectClient):
         def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
@@ -153,7 +153,7 @@ def test_a_refusal_that_was_none_is_found_out() -> None:
 
 
 def test_a_second_create_that_is_accepted_excludes_nobody() -> None:
-    """A server that answers "done" to both creates tells two writers that they won, whatever a read
+    """A server that answers "done" to both creates lets two writers believe that they won, whatever a read
     gives afterwards: here the first writer's bytes, from a cache on the way or because the server
     drops the second. Its creates are refused.
     """
@@ -172,7 +172,7 @@ def test_a_second_create_that_is_accepted_excludes_nobody() -> None:
 
 
 def test_a_second_replace_that_is_accepted_is_no_conditional_replace() -> None:
-    """The same of replacing by an etag that is no longer the object's: two writers were told "done"."""
+    """The same of replacing by an etag that is no longer the object's: two writers got "done"."""
 
     class Accepting(MemoryObjectClient):
         def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
@@ -200,7 +200,7 @@ def test_faults_do_not_fool_the_probe(nth: int, fault: Any) -> None:
 
 
 class Repeating(MemoryObjectClient):
-    """A library that repeats some puts by itself after a lost answer, which nobody hears of."""
+    """A library that repeats some puts by itself after a lost answer, without a word."""
 
     def __init__(self, store: MemoryObjects, repeats: Container[int]) -> None:
         super().__init__(store)
@@ -288,7 +288,7 @@ def test_a_probe_that_was_refused_left_nothing_behind(caplog: pytest.LogCaptureF
 
 
 def test_a_probe_that_may_not_delete_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """No permission to delete: a warning, no failure, and the verdict stands."""
+    """No permission to delete: a warning, no failure, and the verdict stays."""
     store, storage = bucket()
     store.locked = {"*"}
     with caplog.at_level(logging.WARNING):
@@ -370,7 +370,7 @@ def test_everything_else_is_repeated(op: str) -> None:
 
 def test_files_of_a_row_are_read_at_once_and_in_order() -> None:
     """Three at once; their order is that of the keys, whatever answers first; it ends before the
-    first that is missing, and what goes wrong behind that is nobody's business.
+    first that is missing, and what goes wrong behind that does not matter.
     """
     gate = threading.Barrier(3)
 

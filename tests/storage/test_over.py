@@ -55,7 +55,7 @@ def test_a_device_is_written_and_stays_a_device(tmp_path: Path, mode: str) -> No
 
 
 def test_a_fifo_carries_the_bytes(tmp_path: Path) -> None:
-    """Whoever reads it gets what was written, and it is a FIFO afterwards; appending does not read it."""
+    """A reader gets what was written, and it is a FIFO afterwards; appending does not read it."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     for mode in ("wb", "ab"):
@@ -88,7 +88,7 @@ def test_a_directory_and_a_socket_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_link_stays_and_its_target_gets_the_bytes(tmp_path: Path) -> None:
-    """Also over several links, relative ones, and one whose target is not there yet."""
+    """Also over several links, relative ones, and one with a target that is not there yet."""
     (tmp_path / "far").mkdir()
     target = tmp_path / "far/target"
     target.write_bytes(b"old")

@@ -88,7 +88,7 @@ def test_an_untold_size_reaches_5_tib(name: str) -> None:
 @example(told=TIB, real=TIB + TIB // 2)
 @given(told=st.integers(1, TIB), real=st.integers(1, 2 * TIB))
 def test_a_wrong_hint_does_no_harm(told: int, real: int) -> None:
-    """A file that is smaller or up to half as large again than it was told goes through."""
+    """A file that is smaller or up to half as large again than announced goes through."""
     plan = plan_parts(S3, size_hint_bytes=told, configured_bytes=None, memory_bytes=ROOM)
     real = min(real, told + told // 2)
     check(S3, cut_whole(plan, real))

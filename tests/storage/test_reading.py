@@ -102,7 +102,7 @@ def _cut(buffers: Sequence[memoryview], size: int) -> list[memoryview]:
     return [buffer for buffer in cut if len(buffer)]
 
 
-# After so many bytes the pattern begins anew.
+# After so many bytes the pattern begins again.
 _ROUND = bytes((at * 7 + at // 251) % 256 for at in range(251 * 256))
 DATA = (_ROUND * 50)[: 3 * MIB + 777]
 
@@ -255,7 +255,7 @@ def test_what_is_cached_is_never_read_from_the_disk(path: str) -> None:
         memory = memoryview(bytearray(3 * MIB))
         steps = [*open_.read_steps(0, memory, MIB)]
     assert memory == DATA[: 3 * MIB]
-    assert steps == [3 * MIB]  # the first is asked for whole: nobody knew
+    assert steps == [3 * MIB]  # the first is asked for whole: nothing was known
     assert kernel.names == ["open", "fstat", *["preadv_cached"] * 3]
     with reader(path, kernel) as open_:
         read(open_, 0, [MIB])
@@ -302,11 +302,11 @@ def test_where_the_cached_part_ends_nothing_is_waited_for(path: str) -> None:
 
 
 def test_what_was_only_read_ahead_leads_no_further_through_the_cache(path: str) -> None:
-    """A small read has the kernel read ahead, and leave a mark; nobody follows it into the cold file."""
+    """A small read has the kernel read ahead, and leave a mark; no read follows it into the cold file."""
     ahead = 64
 
     class ReadsAhead(Kernel):
-        """Whoever waits for a page gets those behind it too, with a mark among them."""
+        """A read that waits for a page gets those behind it too, with a mark among them."""
 
         def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             done = super().preadv(fd, buffers, offset)
@@ -451,7 +451,7 @@ def test_only_a_reader_that_waits_is_worth_more_threads_than_cores(
 
 
 def test_a_filesystem_that_does_not_tell_what_is_cached_is_read_by_all_threads(path: str) -> None:
-    """EOPNOTSUPP: whether it waits nobody knows, so it is read as if it did."""
+    """EOPNOTSUPP: whether it waits is unknown, so it is read as if it did."""
 
     def script(name: str, _count: int) -> int | None:
         if name == "preadv_cached":

@@ -156,7 +156,7 @@ def test_it_pickles() -> None:
 def test_a_silent_endpoint_is_told_once_after_three_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Which host, which error, how long it goes on: one line, whatever number of requests wait."""
+    """Which host, which error, how long it continues: one line, whatever number of requests wait."""
     time = FakeTime()
     retrier = time.retrier(Retrier("http://host:1", RetryPolicy(60.0)))
 
@@ -192,7 +192,7 @@ def test_the_line_does_not_wait_for_the_end_of_a_pause(caplog: pytest.LogCapture
 
 
 def test_a_short_trouble_is_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """Two busy answers within three seconds are nobody's business, nor is a deadline that is shorter."""
+    """Two busy answers within three seconds cause no message, nor is a deadline that is shorter."""
     with caplog.at_level(logging.WARNING):
         assert FakeTime().retrier(Retrier("http://host")).run(failing(busy(), busy())) == "answer"
         with pytest.raises(TransientError):

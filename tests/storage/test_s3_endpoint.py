@@ -36,7 +36,7 @@ s3 =
 
 @pytest.fixture(autouse=True)
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles, and no variable of whoever runs the tests."""
+    """Profiles, and no variable of the user of the tests."""
     (tmp_path / "config").write_text(CONFIG)
     for name in ("ENDPOINT_URL", "ENDPOINT_URL_S3", "PROFILE", "REGION", "DEFAULT_REGION"):
         monkeypatch.delenv(f"AWS_{name}", raising=False)

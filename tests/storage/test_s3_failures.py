@@ -99,7 +99,7 @@ class EndpointConnectionError(Exception):
     ids=["refused", "broke", "name", "certificate", "silent", "reset", "unknown"],
 )
 def test_silences(error: Exception, reason: Reason) -> None:
-    """A connection that did not come about is told from one that broke, through what libraries wrap."""
+    """A connection that did not come about is distinguished from one that broke, through what libraries wrap."""
     assert connection_reason(error) is reason
     wrapped = RuntimeError("outer")
     wrapped.__cause__ = error
@@ -107,7 +107,7 @@ def test_silences(error: Exception, reason: Reason) -> None:
 
 
 def test_what_is_not_known_is_in_doubt() -> None:
-    """An exception that nobody foresaw leaves a change in doubt rather than undone."""
+    """An unforeseen exception leaves a change in doubt rather than undone."""
     assert type(no_response_error(CHANGE, RuntimeError("?"))) is AnswerLostError
 
 

@@ -246,7 +246,7 @@ def test_no_credentials_are_a_sentence(server: Scripted, monkeypatch: pytest.Mon
 def test_after_a_refusal_credentials_are_looked_up_again(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever renews a pasted token in the AWS files goes on with the storage that is open."""
+    """After a pasted token is renewed in the AWS files, the storage that is open continues to work."""
     path = tmp_path / "config"
     monkeypatch.setenv("AWS_CONFIG_FILE", str(path))
     lines = "[profile p]\naws_access_key_id={0}\naws_secret_access_key={0}\naws_session_token={0}\n"
@@ -263,7 +263,7 @@ def test_after_a_refusal_credentials_are_looked_up_again(
 
 
 def test_a_key_pair_in_the_uri_is_no_bucket(server: Scripted) -> None:
-    """What stands before the @ of s3:// is a key and its secret, unlike with abfs://."""
+    """What is before the @ of s3:// is a key and its secret, unlike with abfs://."""
     options = options_for(server, key=None, secret=None, token=None, client="s3fs")
     storage = open_storage(f"s3://{KEY}:{SECRET}@{BUCKET}/run", options)
     storage.replace("k", b"1")
@@ -309,7 +309,7 @@ def test_a_store_that_wants_an_md5_of_a_batch(
 
 
 def test_a_part_that_fails_leaves_no_upload(server: Scripted) -> None:
-    """The error is told, and abort throws the parts away; nothing is completed."""
+    """The error is raised, and abort throws the parts away; nothing is completed."""
     server.answer = lambda request: (
         Answer(403, error("AccessDenied")) if "?part" in request.kind else usual(request)
     )

@@ -199,7 +199,7 @@ def test_what_cannot_be_compared_is_asked_each_time() -> None:
     """A class of somebody's function has no name that would tell it from another."""
 
     class Local:
-        """Nobody can import it."""
+        """It cannot be imported."""
 
     config = {"config_kwargs": {"http_session_cls": Local}}
     options = parse_s3_options(PLACE, KEYS | config)

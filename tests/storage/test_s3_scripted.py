@@ -189,7 +189,7 @@ SENTENCES: list[tuple[str, Answer, Call, type[CkptfsError], str]] = [
 def test_each_refusal_is_one_clear_sentence(server: Scripted) -> None:
     """What went wrong and what to do stand in one sentence, typed, asked for once, nothing secret."""
     client = open_s3(server)
-    # The region of a redirection stands in a header, which obstore does not show.
+    # The region of a redirection is in a header, which obstore does not show.
     where = "another one"
     for name, answer, call, kind, sentence in SENTENCES:
         server.requests.clear()
@@ -201,7 +201,7 @@ def test_each_refusal_is_one_clear_sentence(server: Scripted) -> None:
 
 
 def test_head_asks_for_the_words_that_its_answer_cannot_have(server: Scripted) -> None:
-    """A refused HEAD has no body: one GET of a byte tells an expired token from a missing right."""
+    """A refused HEAD has no body: one GET of a byte distinguishes an expired token from a missing right."""
     server.answer = lambda request: Answer(
         400, b"" if request.method == "HEAD" else error("ExpiredToken")
     )
@@ -233,7 +233,7 @@ ONE_TRY: list[tuple[Answer, type[CkptfsError], type[CkptfsError]]] = [
 
 def test_one_try_and_what_it_may_have_done(server: Scripted) -> None:
     """A read that fails did nothing; a change is in doubt unless the answer says it was not done.
-    Nobody but the caller tries again.
+    Only the caller tries again.
     """
     client = open_s3(server)
     for answer, reading, changing in ONE_TRY:
@@ -375,7 +375,7 @@ def test_a_completion_that_fails_with_200(server: Scripted) -> None:
 
 
 def test_batch_deletes(server: Scripted) -> None:
-    """One POST deletes many; keys that are refused are told one by one, missing ones are success."""
+    """One POST deletes many; keys that are refused are reported one by one, missing ones are success."""
 
     def answer(request: Request) -> Answer:
         if request.kind == "POST ?delete":
@@ -395,7 +395,7 @@ def test_batch_deletes(server: Scripted) -> None:
 
 
 def test_a_store_that_lists_no_uploads(server: Scripted) -> None:
-    """501 to the listing of uploads: the client says so, and the storage, which sweeps, tells of none."""
+    """501 to the listing of uploads: the client says so, and the storage, which sweeps, lists none."""
     server.answer = lambda _: Answer(501, error("NotImplemented"))
     with pytest.raises(UnsupportedError, match="does not know this request"):
         list(open_s3(server).list_uploads("run/"))
@@ -635,7 +635,7 @@ def test_the_environment_is_enough(server: Scripted, monkeypatch: pytest.MonkeyP
 
 
 def test_fsspecs_own_variables(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What FSSPEC_S3_* set in fsspec's configuration stands below the options."""
+    """What FSSPEC_S3_* set in fsspec's configuration ranks below the options."""
     import fsspec.config
 
     monkeypatch.setitem(fsspec.config.conf, "s3", {"key": KEY, "secret": SECRET, "token": "no"})
@@ -645,8 +645,8 @@ def test_fsspecs_own_variables(server: Scripted, monkeypatch: pytest.MonkeyPatch
 
 
 def test_obstore_alone(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without s3fs and botocore obstore reads the options and the variables itself; uploads that
-    nobody completed are then not listed.
+    """Without s3fs and botocore obstore reads the options and the variables itself; uncompleted
+    uploads are then not listed.
     """
     for name in ("s3_options", "s3"):
         monkeypatch.setattr(f"ckptfs.storage.clients.{name}.find_spec", lambda _: None)
@@ -722,7 +722,7 @@ def credential_process(tmp_path: Path, *, ends_in_s: int | None = None) -> str:
 def test_credentials_are_renewed_in_the_middle_of_an_upload(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A credential process whose keys end soon is asked again while parts go out."""
+    """A credential process with keys that end soon is asked again while parts go out."""
     process = credential_process(tmp_path, ends_in_s=30)
     profile(tmp_path, monkeypatch, f"credential_process={process}")
     nothing: dict[str, Any] = dict.fromkeys(("key", "secret", "token"))
@@ -743,7 +743,7 @@ def test_credentials_are_renewed_in_the_middle_of_an_upload(
 def test_after_a_refusal_credentials_are_looked_up_again(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever renews a pasted token in the AWS files goes on with the storage that is open."""
+    """After a pasted token is renewed in the AWS files, the storage that is open continues to work."""
     lines = "aws_access_key_id={0}\naws_secret_access_key={0}\naws_session_token={0}"
     profile(tmp_path, monkeypatch, lines.format("old"))
     nothing: dict[str, Any] = dict.fromkeys(("key", "secret", "token"))
@@ -835,7 +835,7 @@ def test_options_survive_pickling_and_a_spawned_process(server: Scripted) -> Non
 
 
 def test_after_a_fork(server: Scripted) -> None:
-    """obstore says that it cannot go on in a forked child, instead of waiting for ever."""
+    """obstore says that it cannot continue in a forked child, instead of a hang."""
     client = open_s3(server)
     PUT(client)
     pid = os.fork()
@@ -912,7 +912,7 @@ def test_a_part_that_fails_is_told(server: Scripted) -> None:
 
 
 def test_an_answer_to_the_completion_that_is_lost(server: Scripted) -> None:
-    """Done on the server and not told: in doubt first, then "no such upload", so that the caller
+    """Done on the server and not acknowledged: in doubt first, then "no such upload", so that the caller
     looks at the key; never a refusal at once, also where the library itself asked again.
     """
     asked = 0
@@ -937,7 +937,7 @@ def test_clients_of_one_place_share_a_store_of_obstore(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was made, and is connected, is used by who comes next with the same options, variables and
-    certificates; by nobody after a refusal.
+    certificates; by no one after a refusal.
     """
     from obstore import store
 

@@ -78,7 +78,7 @@ def _within(seconds: float, call: Callable[[], object]) -> object:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_fifo_is_an_error_at_once(tmp_path: Path, way: str, linked: bool) -> None:
-    """Nobody waits for a writer that never comes, also not behind a link."""
+    """No reader waits for a writer that never comes, also not behind a link."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("fifo")
     storage = open_storage(tmp_path)
@@ -188,7 +188,7 @@ def test_a_fifo_through_fsspec_is_an_error_at_once(tmp_path: Path) -> None:
 
 
 def test_the_run_s_own_files_are_no_links(tmp_path: Path) -> None:
-    """A link in .ckptfs would have a run decide by, and show, what lies elsewhere."""
+    """A link in .ckptfs would have a run decide by, and show, what is elsewhere."""
     (tmp_path / "secret").write_text("secret")
     (tmp_path / ".ckptfs").mkdir()
     (tmp_path / ".ckptfs" / "domain").symlink_to("../secret")
@@ -219,7 +219,7 @@ def test_every_kind_of_small_file_has_its_limit() -> None:
 def test_a_strange_name_is_passed_by(
     tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A listing has what lies beside it, and one warning says where it is, not one for each listing."""
+    """A listing has what is next to it, and one warning says where it is, not one for each listing."""
     (tmp_path / "step_1").mkdir()
     for name in (b"step_\xff", b"\x1b[2J", b"a\nb"):
         os.mkdir(os.path.join(os.fsencode(tmp_path), name))
@@ -274,7 +274,7 @@ def test_what_a_link_leads_to_is_read_only_where_links_are_followed(
 def test_a_link_that_stays_in_the_checkpoint_is_read(
     tmp_path: Path, link: str, target: str, key: str
 ) -> None:
-    """Nothing comes out through it that lies elsewhere: whoever copies reads it as any reader does."""
+    """Nothing from elsewhere comes out through it: a copy reads it as any reader does."""
     step = tmp_path / "step_1"
     (step / "folder").mkdir(parents=True)
     (step / "folder" / "file").write_bytes(b"inside")

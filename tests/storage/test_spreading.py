@@ -21,7 +21,7 @@ GB = 1 << 30
 
 
 class Told(Posix):
-    """A kernel that tells this of every filesystem."""
+    """A kernel that says this of every filesystem."""
 
     def __init__(self, fs_type: int | None) -> None:
         self.told = fs_type
@@ -88,7 +88,7 @@ def test_the_kernel_says_what_is_in_memory() -> None:
 def test_what_several_files_hold_is_one_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written unasked into three files, read back by ckptfs and by stock torch; asked for, one."""
+    """Written by default into three files, read back by ckptfs and by stock torch; asked for, one."""
     monkeypatch.setattr(storage, "core_count", lambda: 3)
     monkeypatch.setattr(storage, "_MIN_FILE_BYTES", 1000)
     monkeypatch.setattr(Posix, "fs_type", lambda *_: TMPFS)
@@ -117,7 +117,7 @@ def test_what_several_files_hold_is_one_checkpoint(
 
 
 def test_ramfs_is_known(tmp_path: Path) -> None:
-    """The kernel's number of a real ramfs, whose highest bit is set, is that of ramfs."""
+    """The kernel's number of a real ramfs, with its highest bit set, is that of ramfs."""
     place = tmp_path / "ramfs"
     place.mkdir()
     mounted = subprocess.run(

@@ -1,4 +1,4 @@
-"""A multipart upload as one stream: how its end is told."""
+"""A multipart upload as one stream: how its end is given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASKED = RequestContext(S3, "upload", Uri.parse("s3://bucket/run/f"), "http://hos
 
 
 def ended_by(failure: CkptfsError) -> StreamUpload:
-    """An upload whose parts were all taken, and which then failed."""
+    """An upload that failed after all its parts were taken."""
 
     def send(parts: Iterator[Any]) -> str | None:
         for part in parts:
@@ -75,7 +75,7 @@ def test_parts_that_come_before_their_turn_are_not_copied() -> None:
 
 
 def test_a_part_in_pieces_is_the_callers_again_when_the_last_is_let_go_of() -> None:
-    """Each piece is read from where it lies; one that is still being sent keeps the whole part."""
+    """Each piece is read from where it is; one that is still being sent keeps the whole part."""
     held: list[Any] = []
     all_there, go = threading.Event(), threading.Event()
 
@@ -107,7 +107,7 @@ def test_a_part_in_pieces_is_the_callers_again_when_the_last_is_let_go_of() -> N
 
 
 def test_a_last_part_in_pieces_is_sent_from_where_it_lies() -> None:
-    """It waits for nobody, and its memory stays as it is; what ``put_part`` was given is copied."""
+    """It waits for no one, and its memory stays as it is; what ``put_part`` was given is copied."""
     held: list[Any] = []
 
     def send(parts: Iterator[Any]) -> str | None:
@@ -127,13 +127,13 @@ def test_a_last_part_in_pieces_is_sent_from_where_it_lies() -> None:
 
 
 def test_one_thread_may_bring_parts_in_any_order() -> None:
-    """Nobody else brings what is before them: they wait as copies."""
+    """No other brings what is before them: they wait as copies."""
     seen: list[bytes] = []
 
     def send(parts: Iterator[Any]) -> str | None:
         for part in parts:
             seen.append(bytes(part))
-            del part  # as obstore lets go of it
+            del part  # as obstore drops it
         return "etag"
 
     upload = StreamUpload(ASKED, 2, send)

@@ -15,7 +15,7 @@ from ckptfs.storage.threads import Threads
 
 
 def test_work_runs_in_order_and_no_more_at_once_than_told() -> None:
-    """Three threads: three at once, never a fourth; results and errors reach whoever waits."""
+    """Three threads: three at once, never a fourth; results and errors reach the one that waits."""
     pool = Threads(3, "t")
     gate = threading.Barrier(3)
     names: set[str] = set()
@@ -69,7 +69,7 @@ def test_shutdown_takes_no_more_and_lets_the_rest_end() -> None:
         with pytest.raises(RuntimeError):
             pool.submit(int)
         assert second.cancelled() is cancel
-        assert wait([second], 0).done == ({second} if cancel else set())  # who waits for it is told
+        assert wait([second], 0).done == ({second} if cancel else set())  # the waiter gets it
         hold.set()
         assert first.result(120)
         if not cancel:
@@ -86,7 +86,7 @@ def test_shutdown_waits_for_what_runs() -> None:
 
 
 def test_idle_threads_end_and_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A storage that nobody closed keeps no thread for ever, and works on when it is used again."""
+    """A storage that was not closed keeps no thread forever, and works on when it is used again."""
     monkeypatch.setattr(threads, "_IDLE_S", 0.01)
     pool = Threads(2, "ends")
     for _ in range(3):
@@ -168,7 +168,7 @@ def test_one_of_the_threads_does_not_wait_for_itself() -> None:
 
 
 def test_a_child_of_a_fork_does_not_wait_for_the_threads_of_its_parent() -> None:
-    """They are not in it, however many ran when it was made; nor is whoever held their lock."""
+    """They are not in it, however many ran when it was made; nor is the thread that held their lock."""
     script = """
 import os, threading, warnings
 warnings.simplefilter("ignore")

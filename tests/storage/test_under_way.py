@@ -156,7 +156,7 @@ def test_a_part_hangs_at_its_own_calls_alone() -> None:
 def test_a_part_is_told_at_the_next_beat_where_no_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And the beat goes on; a name that is no text is told as one."""
+    """And the beat continues; a name that is no text is reported as one."""
     hanging, ear = Hanging(1.0, 4.0), Ear()
 
     def refuse(_: threading.Thread) -> None:
@@ -174,7 +174,7 @@ def test_a_part_is_told_at_the_next_beat_where_no_thread_can_be_started(
 
 
 def test_a_part_that_has_returned_is_known_to_have() -> None:
-    """Whoever was about to tell others of it asks once more."""
+    """A rank that was about to report it to others asks once more."""
     hanging, asked = Hanging(1.0, 4.0), []
     ready = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Uploads: whole or nothing, within the store's limits and the memory that was told."""
+"""Uploads: whole or nothing, within the store's limits and the given memory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_any_pieces_arrive_whole(
     equal: bool,
     gathers: bool,
 ) -> None:
-    """Whatever is written or lent in whatever pieces, told a right, wrong or no size, comes out in
+    """Whatever is written or lent in whatever pieces, with a right, wrong or no size given, comes out in
     order, in parts that the store takes (it checks them), one PUT where one part is enough.
     """
     # A hundred parts of five bytes are just enough; those that may grow do so from the fifteenth on.
@@ -172,8 +172,8 @@ def test_lent_parts_are_sent_as_they_are() -> None:
 
 
 def test_a_client_that_takes_pieces_gets_lent_ones_uncopied() -> None:
-    """Two tensors and what lies between share a part: both are sent from where they lie, and what was
-    written lies together in the memory that the upload holds.
+    """Two tensors and what is between share a part: both are sent from where they are, and what was
+    written is together in the memory that the upload holds.
     """
     first, second = bytearray(b"1" * (PART + 100)), bytearray(b"2" * PART)
     tensors = (first, second)
@@ -396,7 +396,7 @@ def test_a_failed_part_stops_the_others() -> None:
 
     store = MemoryObjects()
     storage = over(Denying(store), part_size_bytes=PART, concurrency=8)
-    # Real waits, longer than the test may take: only being told can end them.
+    # Real waits, longer than the test may take: only a signal can end them.
     policy = RetryPolicy(retry_s=1e6, first_s=1e6, cap_s=1e6)
     storage.retrier = Retrier(storage.client.endpoint, policy, draw=lambda: 1.0)
     with pytest.raises(AccessError), storage.open_write("f") as writer:
@@ -442,8 +442,8 @@ def ends(writer: DataWriter) -> list[StorageError]:
 
 
 def test_a_storage_that_is_closed_ends_its_uploads() -> None:
-    """Parts that waited for a thread are never sent: their writer gets an error and does not wait for
-    them for ever; nothing appears, nothing stays.
+    """Parts that waited for a thread are never sent: their writer gets an error and does not hang on
+    them; nothing appears, nothing stays.
     """
     hold = Hold()
     store, storage = bucket(
@@ -563,7 +563,7 @@ def test_an_upload_that_was_taken_away_is_no_success(older: bytes | None) -> Non
 
 
 class Sweeping(threading.Event):
-    """Nobody waits for it; whoever does sweeps the uploads."""
+    """No caller waits for it; one that does sweeps the uploads."""
 
     def __init__(self, store: MemoryObjects) -> None:
         super().__init__()
@@ -625,7 +625,7 @@ def test_a_write_that_was_interrupted_cannot_be_closed() -> None:
 
 
 def test_too_large_is_said_before_and_on_the_way() -> None:
-    """A told size above the limit fails at open; an untold one at the part that is too much."""
+    """A given size above the limit fails at open; an unknown one at the part that is too much."""
     store, storage = bucket(limits=replace(TINY_LIMITS, max_object_bytes=100, max_parts=10))
     with pytest.raises(UnsupportedError) as caught:
         storage.open_write("f", size_hint_bytes=101)
@@ -683,7 +683,7 @@ def test_sweeping_without_permission_says_so() -> None:
 
 
 def test_a_lost_part_is_sent_again() -> None:
-    """A part whose answer was lost goes again under its number: the object has it once."""
+    """A part with a lost answer goes again under its number: the object has it once."""
     store, storage = bucket(
         [Fault("put_part", "*", n, Lose()) for n in (1, 3)], part_size_bytes=PART
     )
@@ -703,7 +703,7 @@ def test_a_final_answer_that_stays_lost_is_told_as_such() -> None:
 
 
 def test_whoever_comes_after_a_part_that_failed_gets_its_error() -> None:
-    """A full store is told by the write that meets it, by each later one and by close; not that the file is
+    """A full store is reported by the write that meets it, by each later one and by close; not that the file is
     broken, which says nothing.
     """
 

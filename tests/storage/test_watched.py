@@ -15,7 +15,7 @@ PIPE_BYTES = 1 << 20  # more than a pipe holds
 
 
 def opens(path: str) -> None:
-    """Nobody writes to it yet."""
+    """It has no writer yet."""
     WatchedFile(path).close()
 
 
@@ -68,7 +68,7 @@ def test_a_call_that_does_not_return_is_told_with_its_path(
     assert waited.text == f"{told} {path}"
     if act is writes:
         left = PIPE_BYTES
-        while left:  # no read more than there are bytes: it would wait for ever
+        while left:  # no read more than there are bytes: it would hang
             left -= len(os.read(other, left))
     else:
         other = other if opened else os.open(path, os.O_RDWR)

@@ -159,11 +159,11 @@ def test_a_server_that_ignores_ranges_sends_a_file_once(tmp_path: Path, serve: S
             assert bytes(buffer) == data[offset : offset + size]
         with pytest.raises(IntegrityError):
             reader.read_into(199_999, memoryview(bytearray(2)))
-    assert web.wholes("f") == 2  # the answer that told it, of which no byte was read, and the file
+    assert web.wholes("f") == 2  # the answer that said it, without a byte read, and the file
 
 
 def test_what_a_server_does_not_tell(tmp_path: Path, serve: Serve) -> None:
-    """A file that went is NotFoundError, and one whose length the server does not say is refused by name."""
+    """A file that went is NotFoundError, and one with a length that the server does not say is refused by name."""
     for name in ("gone", "unsized"):
         (tmp_path / name).write_bytes(b"0123456789")
     place = open_storage(serve(tmp_path, ranges=True).url)

@@ -328,7 +328,7 @@ def test_refusals_are_typed_by_their_class(hdfs: WebHdfs, name: str) -> None:
 def test_plain_exceptions_are_typed_by_their_words(
     hdfs: WebHdfs, message: str, kind: type[StorageError], said: str
 ) -> None:
-    """What a DataNode tells as a bare IOException."""
+    """What a DataNode reports as a bare IOException."""
     hdfs.answers["create"] = lambda _: (403, remote("IOException", message), {})
     with pytest.raises(StorageError, match=said) as caught:
         hdfs.open().replace("f", b"x")

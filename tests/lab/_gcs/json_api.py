@@ -119,7 +119,7 @@ def compose(store: Store, request: Request, bucket: str, key: str) -> Response:
 
 
 def bucket_call(store: Store, request: Request, bucket: str, _: str) -> Response:
-    """POST makes one (versioning as the bucket resource tells it), GET tells of one."""
+    """POST makes one (versioning as the bucket resource says), GET describes one."""
     if request.method == "POST":
         wanted = json.loads(request.body or b"{}")
         versioning = bool(wanted.get("versioning", {}).get("enabled"))

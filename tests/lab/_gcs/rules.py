@@ -1,7 +1,7 @@
 """What a test may tell the server to do to its clients, and what the server noticed of them.
 
 rules.token         the one bearer token that is good; None: everybody is
-rules.forbidden     IAM permissions that nobody has ("storage.objects.list")
+rules.forbidden     IAM permissions that no one has ("storage.objects.list")
 rules.fail(...)     the next requests of a kind are refused, after they did their work or before
 rules.seen          every request, in order: what it wanted, its query, its headers
 """

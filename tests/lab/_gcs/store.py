@@ -74,12 +74,12 @@ class RefusedError(Exception):
 
 
 class UnchangedError(Exception):
-    """A read whose ifGenerationNotMatch or ifMetagenerationNotMatch does not hold: 304."""
+    """A read with an ifGenerationNotMatch or ifMetagenerationNotMatch that does not hold: 304."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Preconditions on what stands under the key now; generation 0 is "nothing"."""
+    """Preconditions on what is under the key now; generation 0 is "nothing"."""
 
     generation: int | None = None
     not_generation: int | None = None
@@ -109,7 +109,7 @@ ANY = Conditions()
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """An object that somebody wants: bytes and settings (JSON names); checksums that were told."""
+    """An object that somebody wants: bytes and settings (JSON names); checksums that were given."""
 
     data: bytes
     settings: dict[str, object] = field(default_factory=dict)
@@ -227,7 +227,7 @@ class Store:
     def delete(
         self, bucket: str, key: str, *, generation: int | None = None, conditions: Conditions = ANY
     ) -> None:
-        """Remove what stands there."""
+        """Remove what is there."""
         with self.lock:
             place = self.bucket(bucket)
             live = place.live.get(key)

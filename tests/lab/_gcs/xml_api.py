@@ -105,7 +105,7 @@ _MESSAGES: Final = {
 
 
 def draft_of(request: Request) -> Draft:
-    """The bytes, the settings and the told checksums of a PUT."""
+    """The bytes, the settings and the given checksums of a PUT."""
     pairs = request.headers.get("x-goog-hash", "").split(",")
     hashes = dict(pair.strip().split("=", 1) for pair in pairs if "=" in pair)
     return Draft(

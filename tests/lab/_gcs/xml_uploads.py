@@ -38,7 +38,7 @@ def begin(store: Store, request: Request, bucket: str, key: str) -> Response:
 
 
 def put_part(store: Store, request: Request, bucket: str, key: str) -> Response:
-    """One part; its checksums are verified when they are told."""
+    """One part; its checksums are verified when they are given."""
     number = int(request.query["partNumber"])
     if not 1 <= number <= MAX_PARTS:
         raise RefusedError(Why.BAD, f"Part number must be an integer between 1 and {MAX_PARTS}.")
