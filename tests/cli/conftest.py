@@ -55,7 +55,7 @@ Cli = Callable[..., Ran]
 
 @dataclass(frozen=True)
 class Place:
-    """A run that nobody used yet. flags: what commands need to reach it."""
+    """An unused run. flags: what commands need to reach it."""
 
     kind: str
     uri: str

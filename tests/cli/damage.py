@@ -175,7 +175,7 @@ def _manifest(**changes: Any) -> Callable[[bytes], bytes]:
 
 
 def _future_manifest(place: Place) -> Place:
-    """Without the log, or the seal's digest tells first that it was changed."""
+    """Without the log, or the seal's digest shows first that it was changed."""
     with place.storage() as storage:
         save_id = save_id_of(storage, VICTIM)
         newer = _manifest(min_reader_version=FAR_FUTURE, format_version=FAR_FUTURE)
@@ -243,7 +243,7 @@ def _abandoned(place: Place) -> Place:
 
 
 def _deleted(place: Place) -> Place:
-    """The entry is in the log, and whoever wrote it died before the bytes went."""
+    """The entry is in the log, and its writer died before the bytes went."""
     with place.storage() as storage:
         save_id = save_id_of(storage, "step_10")
         drive(
@@ -254,7 +254,7 @@ def _deleted(place: Place) -> Place:
 
 
 def client_of(place: Place) -> Any:
-    """boto3, beside ckptfs, for what no storage does."""
+    """boto3, in addition to ckptfs, for what no storage does."""
     import boto3
     from botocore.config import Config
 
@@ -270,7 +270,7 @@ def client_of(place: Place) -> Any:
 
 
 def _upload(place: Place) -> Place:
-    """A multipart upload that nobody completes."""
+    """A multipart upload that is not completed."""
     bucket, _, prefix = place.uri.removeprefix("s3://").partition("/")
     where = {"Bucket": bucket, "Key": f"{prefix}/step_30/{ABANDONED}/{_SHARD}"}
     with contextlib.closing(client_of(place)) as client:

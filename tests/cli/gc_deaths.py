@@ -61,7 +61,7 @@ def foreign_bytes(look: Look, names: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def copy(source: str, target: str, options: dict[str, Any]) -> None:
-    """The run as it lies, file by file."""
+    """The run as it is, file by file."""
     if "://" not in source:
         shutil.copytree(source, target)
         return
@@ -93,7 +93,7 @@ def in_fork(act: Callable[[], None]) -> tuple[int, str]:
     if pid == 0:
         try:
             act()
-        except BaseException:  # noqa: BLE001 - a death of any kind is told
+        except BaseException:  # noqa: BLE001 - a death of any kind is reported
             os.write(writer, traceback.format_exc()[-4000:].encode())
             os._exit(1)
         os._exit(0)

@@ -10,7 +10,7 @@ __all__ = ["sizeless"]
 
 
 def sizeless(text: str) -> str:
-    """Every size is ``<size>``, wherever it stands in a line; ckptfs has no version."""
+    """Every size is ``<size>``, wherever it is in a line; ckptfs has no version."""
     text = re.sub(r"\b\d+(\.\d+)? (B|kB|MB)\b", "<size>", text)
     text = re.sub(r"ckptfs \d+\.\d+\.\d+", "ckptfs <version>", text)
     return re.sub(r'"((?:\w+_)?bytes)": \d+', r'"\1": <size>', text)

@@ -73,7 +73,7 @@ def test_a_directory_and_a_bucket(cli: Cli, radosgw: Server, tmp_path: Path) -> 
 
 
 def assert_no_secret(told: str, command: str, options: Mapping[str, Any]) -> None:
-    """Whoever gets the file can repeat the call, with credentials of their own."""
+    """A reader of the file can repeat the call, with credentials of their own."""
     for secret in (options["key"], options["secret"]):
         assert secret not in told
     assert "secret=***" in command
@@ -131,7 +131,7 @@ def bench_rank(rank: Rank) -> list[Any]:
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Each process runs the command; one of them tells, and cleans up."""
+    """Each process runs the command; one of them reports, and cleans up."""
     out, target = tmp_path / "result.json", tmp_path / "run"
     words = [str(target), *TINY, "-e", "ckptfs", "--json", "--out", str(out)]
     ended = torchrun(bench_rank, 2, args={"words": words}, warm=True)
@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused_before_a_byte(cli: Cli, tmp_path: Path) ->
 
 
 def test_a_result_that_cannot_be_written(cli: Cli, tmp_path: Path) -> None:
-    """Said before anything is measured; where the disk goes meanwhile, the result is kept elsewhere."""
+    """Said before anything is measured; where the disk goes in that time, the result is kept elsewhere."""
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "result.json"
     ran = cli("bench", tmp_path / "run", *TINY, "-e", "raw", "--out", out)
@@ -284,7 +284,7 @@ def test_wrong_calls(cli: Cli, tmp_path: Path, told: tuple[str, ...]) -> None:
 
 
 def test_the_first_word_may_be_a_uri_or_a_command(cli: Cli) -> None:
-    """``bench --help`` tells of both, and report and compare are there by name."""
+    """``bench --help`` describes both, and report and compare are there by name."""
     ran = cli("bench", "--help")
     assert ran.exit == 0
     for word in ("URI...", "--workload", "report", "compare"):

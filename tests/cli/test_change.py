@@ -78,7 +78,7 @@ def test_files_of_others_stay(cli: Cli, run: Place) -> None:
 
 
 def test_what_no_log_knows_is_left_alone(cli: Cli, run: Place) -> None:
-    """A copied or a stock checkpoint is not deleted, nothing is written beside it: exit 3 and why."""
+    """A copied or a stock checkpoint is not deleted, nothing is written next to it: exit 3 and why."""
     DAMAGES["copied without its log"].plant(run)
     before = state_now(run)
     for command in ("rm", "pin", "unpin"):
@@ -109,7 +109,7 @@ def test_what_a_dead_deleter_left_goes(cli: Cli, run: Place) -> None:
 
 @pytest.mark.parametrize("name", ["step_10", "step_20"])
 def test_a_log_with_a_gap_is_not_appended_to(cli: Cli, run: Place, name: str) -> None:
-    """An append would take the number of the missing entry for good, and what lies behind it (a pin, a
+    """An append would take the number of the missing entry for good, and what is behind it (a pin, a
     checkpoint) is not known: exit 1, nothing is written, and nothing is called yours to remove.
     """
     with run.storage() as storage:
@@ -139,7 +139,7 @@ def test_a_log_of_a_newer_version_is_not_deleted_by(cli: Cli, run: Place) -> Non
 
 
 def test_a_log_without_its_domain_is_not_called_absent(cli: Cli, run: Place) -> None:
-    """Nobody reads such a log, and what it knows is not for people to remove."""
+    """No reader takes such a log, and what it knows is not for people to remove."""
     DAMAGES["missing domain"].plant(run)
     before = state_now(run)
     for command in ("rm", "pin"):
@@ -219,7 +219,7 @@ def far_away(tmp_path: Path) -> Iterator[Path]:
 def test_a_step_that_was_moved_away_and_linked_back_stays(
     cli: Cli, healthy: Path, tmp_path: Path
 ) -> None:
-    """Nothing behind a link is deleted: rm ends with 5 and says so, the run goes on, and once the link
+    """Nothing behind a link is deleted: rm ends with 5 and says so, the run continues, and once the link
     is taken away the delete ends.
     """
     for number, away in enumerate(far_away(tmp_path)):
@@ -257,7 +257,7 @@ def test_a_run_that_a_job_holds_is_not_deleted_from(
 
 
 def test_a_pin_counts_while_a_job_trains(cli: Cli, place: Place) -> None:
-    """An owner's retention leaves alone what another process pinned meanwhile, and takes it when it
+    """An owner's retention leaves alone what another process has pinned, and takes it when it
     is unpinned.
     """
     step = f"{place.uri}/step_1"

@@ -29,7 +29,7 @@ ELSEWHERE = {"rm", "pin", "unpin", "export", "doctor", "bench", "watch"}
 class Row:
     """How each command ends, in the order of COLUMNS, and what somebody must say of it.
 
-    told: a pattern, found in what verify says (``by`` names another). kinds: places that are tried
+    ``told``: a pattern, found in what verify says (``by`` names another). kinds: places that are tried
     each time; on the others it is a campaign.
     """
 
@@ -85,7 +85,7 @@ ON_S3 = {"empty run": row("33333333", "there", "ls")}
 
 
 def test_every_damage_and_every_command_is_in_the_table() -> None:
-    """Whoever adds a damage, or a command, decides here what it says."""
+    """A new damage, or command, has its answer decided here."""
     assert set(TABLE) == set(DAMAGES)
     assert {len(row.exits) for row in TABLE.values()} == {len(COLUMNS)}
     assert {*COLUMNS, *ELSEWHERE} - {"deep"} == set(COMMANDS)

@@ -133,7 +133,7 @@ def test_a_bucket_that_is_missing_ends_with_3(cli: Cli, radosgw: Server) -> None
 
 
 def test_a_server_that_does_not_answer_ends_with_5(cli: Cli, radosgw: Server) -> None:
-    """Nobody listens there."""
+    """No server listens there."""
     options = radosgw.storage_options(endpoint_url="http://127.0.0.1:9", retry_s=0)
     where = Place("s3", radosgw.fresh(), options)
     ran = cli("doctor", where.uri, *QUICK, *where.flags)
@@ -201,7 +201,7 @@ def test_a_user_who_may_only_read_fails_with_the_reason(
 def test_rules_of_a_bucket_that_would_take_checkpoints(
     cli: Cli, bucket: tuple[Server, Any]
 ) -> None:
-    """Expiry below the run, versions that nobody expires, uploads aborted: each by its name."""
+    """Expiry below the run, versions that are not expired, uploads aborted: each by its name."""
     server, client = bucket
     client.put_bucket_versioning(
         Bucket=server.bucket, VersioningConfiguration={"Status": "Enabled"}
@@ -265,7 +265,7 @@ def mounted(script: str, *words: str) -> tuple[int, Any]:
 
 
 def test_a_read_only_mount_fails_with_the_reason(tmp_path: Path) -> None:
-    """A real read-only bind mount: EROFS is told as what it means for training."""
+    """A real read-only bind mount: EROFS is reported as what it means for training."""
     (tmp_path / "run").mkdir()
     code, document = mounted(
         f"mount --bind {tmp_path}/run {tmp_path}/run && mount -o remount,bind,ro {tmp_path}/run",
@@ -279,7 +279,7 @@ def test_a_read_only_mount_fails_with_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", ["nothing", "half a MiB"])
 def test_a_full_disk_fails_and_a_small_one_warns(tmp_path: Path, left: str) -> None:
-    """A real tmpfs of 1 MiB: full, nothing can be written; with a little left, that is told."""
+    """A real tmpfs of 1 MiB: full, nothing can be written; with a little left, that is reported."""
     (tmp_path / "disk").mkdir()
     fill = "" if left == "half a MiB" else " bs=4k count=10000"
     fill = fill or " bs=4k count=128"
@@ -370,7 +370,7 @@ def test_what_rank_0_says_is_whole_although_the_launcher_ends_all(tmp_path: Path
 
 
 def heard(pipe: int) -> bytes:
-    """What stands in the pipe."""
+    """What is in the pipe."""
     try:
         return os.read(pipe, 1 << 16)
     except BlockingIOError:
@@ -408,7 +408,7 @@ def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_plain_file_is_refused_by_name(cli: Cli, tmp_path: Path) -> None:
-    """A file in which no run can lie is no storage to test: one sentence, and exit code 2."""
+    """A file, where no run can be, is no storage to test: one sentence, and exit code 2."""
     (tmp_path / "model.pt").write_bytes(b"weights")
     ran = cli("doctor", tmp_path / "model.pt", "--size", "0")
     assert ran.exit == 2

@@ -52,7 +52,7 @@ def fetched(place: Place, name: str, into: Path) -> Path:
 def test_every_format_on_every_storage(
     cli: Cli, golden: Golden, place: Place, tmp_path: Path
 ) -> None:
-    """safetensors.torch, torch.load and dcp.load read it back bit for bit; nothing of ours lies in it,
+    """safetensors.torch, torch.load and dcp.load read it back bit for bit; nothing of ours is in it,
     and the source is as it was.
     """
     a_run(place)
@@ -103,7 +103,7 @@ def test_names_and_dtypes_are_changed_as_asked(cli: Cli, local: Place, tmp_path:
 
 
 def test_large_exports_are_cut_into_files(cli: Cli, local: Place, tmp_path: Path) -> None:
-    """--max-shard-size: several files with an index whose every key is where it says, and several data
+    """--max-shard-size: several files with an index that has each key where it says, and several data
     files of a plain DCP checkpoint.
     """
     a_run(local)
@@ -173,7 +173,7 @@ def test_nothing_is_overwritten_unasked(cli: Cli, local: Place, tmp_path: Path) 
 def test_an_overwritten_export_on_s3_leaves_no_old_file(
     cli: Cli, tmp_path: Path, radosgw: Any
 ) -> None:
-    """The old one had three files and an index, the new one has one: nobody reads a mixture; and a
+    """The old one had three files and an index, the new one has one: no reader takes a mixture; and a
     directory with something else in it is refused.
     """
     out = Place("s3", str(radosgw.fresh()), dict(radosgw.storage_options()))

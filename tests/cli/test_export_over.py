@@ -137,7 +137,7 @@ SHARDS = re.compile(r"model(-\d+)?\.safetensors|index\.json")
 
 @pytest.fixture
 def bucket() -> Iterator[Storage]:
-    """An object store that nobody else has."""
+    """An object store that no other has."""
     with contextlib.closing(open_storage(f"{BUCKET}/{uuid.uuid4().hex}", None)) as storage:
         yield storage
 
@@ -168,7 +168,7 @@ def write_some(
 
 
 def files_of(storage: Storage) -> dict[str, bytes]:
-    """What lies at the target."""
+    """What is at the target."""
     return {e.name: storage.read(f"out/{e.name}") for e in storage.list("out")}
 
 
@@ -196,7 +196,7 @@ def test_an_export_that_fails_leaves_the_old_one(
 
 
 def test_an_export_that_replaced_a_file_has_no_marker(bucket: Storage) -> None:
-    """Of two exports mixed nobody takes either: the old marker is gone, and so is what is only new."""
+    """Of two exports mixed no reader takes either: the old marker is gone, and so is what is only new."""
     for name in ("model-1.safetensors", "model-2.safetensors", "index.json"):
         bucket.replace(f"out/{name}", b"old")
     with pytest.raises(BrokenError):
@@ -209,7 +209,7 @@ def test_an_export_that_replaced_a_file_has_no_marker(bucket: Storage) -> None:
 def test_an_export_whose_last_write_is_in_doubt_has_no_marker(
     bucket: Storage, error: BaseException
 ) -> None:
-    """A PUT that nobody waited for may still replace a file: then the old marker does not come back."""
+    """A PUT that was not waited for may still replace a file: then the old marker does not come back."""
     old = {"model-1.safetensors": b"old", "index.json": b"old"}
     for name, data in old.items():
         bucket.replace(f"out/{name}", data)

@@ -62,7 +62,7 @@ NOW = ("--older-than", "0s")
 def test_what_dead_jobs_left_is_shown_and_then_removed(
     place: Place, cli: Cli, golden: Golden
 ) -> None:
-    """The dry run changes nothing and tells bytes and why; --delete leaves nothing of it. What is
+    """The dry run changes nothing and reports bytes and why; --delete leaves nothing of it. What is
     committed loads as before; files and uploads of others, in every place of the run, stay.
     """
     hurt = a_run(place)
@@ -99,7 +99,7 @@ def test_a_run_in_which_nothing_was_committed(local: Place, cli: Cli) -> None:
 
 
 def test_the_document(local: Place, cli: Cli, golden: Golden) -> None:
-    """--json tells each thing with its bytes, age, fate and why, and the sums."""
+    """--json reports each thing with its bytes, age, fate and why, and the sums."""
     hurt = DAMAGES["deleted save"].made(local)
     DAMAGES["abandoned attempt"].plant(hurt)
     ran = cli("gc", hurt.uri, "--json")
@@ -113,7 +113,7 @@ def test_the_document(local: Place, cli: Cli, golden: Golden) -> None:
         size_bytes = sum(storage.stat(key).size_bytes for key in keys_of(storage, "step_10"))
         projected = storage.stat("step_10/.metadata").size_bytes
         projected += storage.stat("step_10/ckptfs.json").size_bytes
-    # Of the projection, two small files, nothing is told.
+    # Of the projection, two small files, nothing is reported.
     assert run["found"][1]["size_bytes"] == size_bytes - projected
 
 
@@ -164,7 +164,7 @@ def test_an_attempt_of_an_older_owner_is_dead_at_any_age(local: Place) -> None:
 def test_a_living_owner_is_left_in_peace(
     local: Place, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit 6 while the owner lives, also from a shell in the same job, whose variables are the same;
+    """Exit 6 while the owner lives, also from a shell in the same job, with the same variables;
     nothing but the refused look is written.
     """
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
@@ -179,7 +179,7 @@ def test_a_living_owner_is_left_in_peace(
         before = state_now(hurt)
         ran = cli("gc", hurt.uri, "--delete", *ALL)
         after = state_now(hurt)
-        # Its lease is rewritten meanwhile, and what the place can do was tried.
+        # Its lease is rewritten in that time, and what the place can do was tried.
         assert {k for k in before if before[k] != after.get(k)} <= {
             ".ckptfs/lease",
             f"{hurt.uri}/.ckptfs",
@@ -233,7 +233,7 @@ def test_replaced_saves_are_told_before_they_go(local: Place, cli: Cli) -> None:
 
 def test_shared_data_that_nobody_lists(tmp_path: Path) -> None:
     """Object stores: of a deleted writer's data goes what no live save lists; what a copied manifest
-    lists stays, and so does what the log has never heard of.
+    lists stays, and so does what the log has never had.
     """
     uri, options = f"memory://gc-shared-{tmp_path.name}/run", {"shape": "object"}
     with sitting(uri, options) as session:
@@ -261,7 +261,7 @@ def test_shared_data_that_nobody_lists(tmp_path: Path) -> None:
 
 
 def test_runs_below_a_directory(local: Place, cli: Cli, golden: Golden) -> None:
-    """--recursive goes over every run below; one that is damaged keeps nobody from the next."""
+    """--recursive goes over every run below; one that is damaged keeps no user from the next."""
     above = Place("file", local.uri)
     for name, damage in (("a", "deleted save"), ("b", "garbage entry"), ("deep/c", "nothing")):
         DAMAGES[damage].made(Place("file", f"{local.uri}/{name}"))
@@ -332,7 +332,7 @@ def test_what_killed_writers_of_single_files_left(cli: Cli, tmp_path: Path) -> N
     assert len([name for name in there if ".partial-" in name]) == 2
     assert young.exists()
     living.close()
-    # Beside the steps of a run, too.
+    # Next to the steps of a run, too.
     ckptfs.save(state_of(1), tmp_path / "run" / "step_1")
     left = killed_before_its_file_has_a_name(tmp_path / "run" / "last.ckpt")
     assert cli("gc", tmp_path / "run", "--delete", "--yes").exit == 0

@@ -1,4 +1,4 @@
-"""``ckptfs gc``: copies, saves that live, other runs, and what nobody can tell, are left alone."""
+"""``ckptfs gc``: copies, saves that live, other runs, and what is in doubt, are left alone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_that_was_put_back_stays(local: Place) -> None:
 
 
 def test_shared_data_that_a_copy_lists_stays(tmp_path: Path) -> None:
-    """Object stores: also of a copy whose id the log knows, of a save that was deleted."""
+    """Object stores: also of a copy of a deleted save with an id that the log knows."""
     uri, options = f"memory://gc-copied-{tmp_path.name}/run", {"shape": "object"}
     with sitting(uri, options) as session:
         dead = save(session, "step_1", "one")
@@ -89,7 +89,7 @@ def test_shared_data_that_a_copy_lists_stays(tmp_path: Path) -> None:
 
 def test_a_file_that_is_being_sent_keeps_its_attempt(bucket: Place) -> None:
     """The parts of an upload have no age: as long as it is there, all finished files may be old, and the
-    save lives. That nobody saves has to be said.
+    save lives. The user has to say that no job saves.
     """
     hurt = DAMAGES["abandoned attempt"].made(bucket)
     DAMAGES["orphaned upload"].plant(hurt)
@@ -147,7 +147,7 @@ def test_a_gap_where_nobody_can_win(local: Place) -> None:
 
 
 def test_what_a_copy_left_half_way_goes_when_it_is_old(local: Place) -> None:
-    """``.partial-kept-<name>`` beside a file of ours is no different from other files on their way."""
+    """``.partial-kept-<name>`` next to a file of ours is no different from other files on their way."""
     a_run(local)
     with local.storage() as storage:
         save_id = json.loads(storage.read("step_10/ckptfs.json"))["save_id"]

@@ -23,7 +23,7 @@ OK, NO, USAGE, NOT_FOUND, UNKNOWN = 0, 1, 2, 3, 7
 
 
 def keys(document: Any) -> list[str]:
-    """Of the leaves that were told."""
+    """Of the leaves that were reported."""
     return [leaf["key"] for leaf in document["leaves"]]
 
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_is_told_alike_on_every_storage(
 
 
 def test_rows_are_filtered_sorted_and_limited(cli: Cli, local: Place) -> None:
-    """--filter takes several globs, --sort size puts the largest first, --limit tells how many are
+    """--filter takes several globs, --sort size puts the largest first, --limit says how many are
     hidden.
     """
     a_run(local)
@@ -216,7 +216,7 @@ def test_each_kind_of_change_is_told(cli: Cli, tmp_path: Path) -> None:
 
 def test_digests_decide_without_reading_data(cli: Cli, tmp_path: Path) -> None:
     """Of two of ours that are sharded alike: the answer is the same when the data files are gone, and
-    the bytes are told by blocks of 1 MiB.
+    the bytes are given by blocks of 1 MiB.
     """
     big = torch.zeros(3 << 18)
     changed = big.clone()
@@ -232,7 +232,7 @@ def test_digests_decide_without_reading_data(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_nan_and_infinity_are_equal_to_themselves(cli: Cli, tmp_path: Path) -> None:
-    """By bytes; norms that are no numbers are told as text, because JSON has none."""
+    """By bytes; norms that are no numbers are given as text, because JSON has none."""
     odd = {"x": torch.tensor([float("nan"), float("inf"), 1.0])}
     ckptfs.save(odd, tmp_path / "run" / "step_1")
     torch.save(odd, tmp_path / "x.pt")

@@ -70,7 +70,7 @@ def test_a_log_is_told_alike_on_every_storage(cli: Cli, golden: Golden, place: P
 def test_a_damaged_log_is_told_to_its_end(
     cli: Cli, golden: Golden, healthy: Path, tmp_path: Path, name: str
 ) -> None:
-    """A damaged, missing or newer entry is a line; what follows it is told, and that nobody reads it."""
+    """A damaged, missing or newer entry is a line; what follows it is shown, and that no reader takes it."""
     place = Place("file", str(tmp_path / "run"))
     shutil.copytree(healthy, place.uri)
     hurt = DAMAGES[name].plant(place)
@@ -79,7 +79,7 @@ def test_a_damaged_log_is_told_to_its_end(
 
 
 def test_every_kind_of_entry_has_its_words(golden: Golden, local: Place) -> None:
-    """Fences, parts, aborts, decisions, snapshots: each tells what it did to which save."""
+    """Fences, parts, aborts, decisions, snapshots: each says what it did to which save."""
     fence = Fence(G2, FenceMode.OVERWRITE, "node4", 71, "slurm:4711")
     part = Part("p-1", "s-5", "actor", G2, "step_5", 5, "d", "node4", ("d",), "0")
     lines = told(
@@ -121,7 +121,7 @@ def test_every_kind_of_entry_has_its_words(golden: Golden, local: Place) -> None
     ],
 )
 def test_a_void_entry_says_why(bodies: tuple[Body, ...], why: str) -> None:
-    """An entry that those below it make void is told as such, and by what; the others count."""
+    """An entry that those below it make void is shown as such, and by what; the others count."""
     *valid, void = told(written(*bodies))
     assert (void.condition, void.why) == (Condition.VOID, why)
     assert {line.condition for line in valid} == {Condition.VALID}

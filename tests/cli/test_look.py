@@ -25,7 +25,7 @@ from ckptfs.uri import Uri
 from tests.cli.conftest import Cli, Golden, Place, a_run, state_of
 from tests.cli.damage import DAMAGES, state_now
 
-DEADLINE_S = 0.6  # promised: 0.3 s; beside others the same instructions take a processor longer
+DEADLINE_S = 0.6  # promised: 0.3 s; next to others the same instructions take a processor longer
 
 
 def sizeless(text: str) -> str:
@@ -57,7 +57,7 @@ def test_one_checkpoint_is_listed_with_its_files(cli: Cli, golden: Golden, place
 
 
 def test_sizes_are_those_of_the_files(cli: Cli, healthy: Path) -> None:
-    """The bytes that a line tells are the bytes of the files that the manifest lists."""
+    """The bytes that a line gives are the bytes of the files that the manifest lists."""
     (found,) = cli("ls", healthy / "step_20", "--files", "--json").json["places"]
     (line,) = found["checkpoints"]
     sizes = {f["path"]: f["size_bytes"] for f in found["files"]}
@@ -105,7 +105,7 @@ def test_each_damage_is_told(cli: Cli, golden: Golden, healthy: Path, tmp_path: 
 def test_a_damage_is_told_alike_on_a_bucket(
     cli: Cli, golden: Golden, radosgw: Any, name: str
 ) -> None:
-    """The damages whose telling depends on the shape of the storage, on S3."""
+    """The damages with a report that depends on the shape of the storage, on S3."""
     server = radosgw
     place = Place("s3", str(server.fresh()), dict(server.storage_options()))
     hurt = DAMAGES[name].made(place)
@@ -159,7 +159,7 @@ def test_history_is_shown_when_asked_for(cli: Cli, local: Place) -> None:
 
 
 def test_a_save_whose_domain_is_out_of_reach_is_in_doubt(cli: Cli, local: Place) -> None:
-    """A seal of two domains, of which one is seen from here, is neither committed nor gone."""
+    """A seal of two domains, only one seen from here, is neither committed nor gone."""
     ckptfs.save(state_of(1), f"{local.uri}/step_1")
     with local.storage() as storage:
         mine = storage.read(".ckptfs/domain").decode().strip()
@@ -360,14 +360,14 @@ def test_no_torch_is_imported(command: str, healthy: Path, tmp_path: Path) -> No
 
 def test_ls_answers_at_once(healthy: Path, tmp_path: Path) -> None:
     """A local run is listed in a fraction of a second, interpreter and imports included."""
-    # Other tests run with no bytecode cache; whoever uses ckptfs has one from the second call on.
+    # Other tests run with no bytecode cache; a user of ckptfs has one from the second call on.
     env = {name: told for name, told in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     env["PYTHONPYCACHEPREFIX"] = str(tmp_path / "cache")
     command = [sys.executable, "-m", "ckptfs", "ls", str(healthy)]
     subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True)
     took: list[float] = []
     for _ in range(5):
-        # It waits for nobody: its own processor time is what it takes on a machine that has one free.
+        # It waits for no one: its own processor time is what it takes on a machine that has one free.
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -376,7 +376,7 @@ def test_ls_answers_at_once(healthy: Path, tmp_path: Path) -> None:
 
 
 def test_an_empty_control_directory_is_no_run(cli: Cli, tmp_path: Path) -> None:
-    """Nobody began a run where ``.ckptfs`` is empty: ls says so, and does not list it above."""
+    """No run was begun where ``.ckptfs`` is empty: ls says so, and does not list it above."""
     (tmp_path / "empty" / ".ckptfs").mkdir(parents=True)
     ckptfs.save(state_of(5), tmp_path / "run" / "step_5")
     assert "no run: .ckptfs is empty" in cli("ls", tmp_path / "empty").out
@@ -395,7 +395,7 @@ def test_a_file_is_told_as_one(cli: Cli, tmp_path: Path, command: str) -> None:
 
 
 def test_a_directory_of_single_files_is_told_as_one(cli: Cli, tmp_path: Path) -> None:
-    """Lightning's ``.ckpt`` files and torch's ``.pt`` files lie in no run: ls names them."""
+    """Lightning's ``.ckpt`` files and torch's ``.pt`` files are in no run: ls names them."""
     for name in ("last.ckpt", "epoch=1.ckpt"):
         torch.save(state_of(5), tmp_path / name)
     ran = cli("ls", tmp_path)
@@ -405,7 +405,7 @@ def test_a_directory_of_single_files_is_told_as_one(cli: Cli, tmp_path: Path) ->
 
 
 def _run_beside(path: Path) -> Path:
-    """A run in whose directory a single file lies too."""
+    """A run with a single file in its directory too."""
     ckptfs.save(state_of(5), path / "run" / "step_5")
     torch.save(state_of(5), path / "run" / "best.ckpt")
     return path / "run"
@@ -418,7 +418,7 @@ def _run_beside(path: Path) -> Path:
 def test_ls_and_gc_have_one_opinion_of_an_attempt(
     cli: Cli, healthy: Path, tmp_path: Path, began: str, written: str
 ) -> None:
-    """An attempt of the owner that stands: gc leaves it alone, and ls says that it is on its way, until
+    """A valid attempt of the owner: gc leaves it alone, and ls says that it is on its way, until
     nothing was written to it for a day, whenever it began.
     """
     run = shutil.copytree(healthy, tmp_path / "run")

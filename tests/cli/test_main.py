@@ -48,7 +48,7 @@ def commands_of(name: str) -> list[click.Command]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_json_help_and_a_section(name: str, cli: Cli) -> None:
-    """A command takes --json, tells in --help what it does, and has its section in the docs."""
+    """A command takes --json, says in --help what it does, and has its section in the docs."""
     for made in commands_of(name):
         options = {option for param in made.params for option in param.opts}
         assert "--json" in options, made.name
@@ -125,7 +125,7 @@ def test_an_unknown_outcome_has_its_own_code(kind: type[CkptfsError]) -> None:
     assert exit_of(kind("lost", outcome="failed")) is Exit.STORAGE
 
 
-# -- beside a training job --------------------------------------------------------------------------
+# -- next to a training job --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
@@ -160,7 +160,7 @@ def test_rank_in_the_environment_silences_no_command_of_one_process(
 def test_a_collective_error_ends_with_the_code_of_its_cause(
     kinds: list[type[Exception]], code: Exit
 ) -> None:
-    """Of the first rank whose failure is an error of ours, also where that derives from another."""
+    """Of the first rank with a failure that is an error of ours, also where that derives from another."""
     failures = {
         rank: Failure(rank, "n", f"{kind.__module__}.{kind.__qualname__}", "x")
         for rank, kind in enumerate(kinds)
@@ -296,7 +296,7 @@ def _refused_listing(
     uri: str, options: dict[str, str], environment: dict[str, str], exits: Exit = Exit.ACCESS
 ) -> tuple[str, str]:
     """`ckptfs -vv ls` of a store that refuses everybody: what the server got, and what the command printed.
-    "{}" in the URI and the options stands for the server's host and port.
+    "{}" in the URI and the options is replaced by the server's host and port.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
     server.requests_seen = []  # type: ignore[attr-defined]

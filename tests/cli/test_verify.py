@@ -1,4 +1,4 @@
-"""``ckptfs verify``: every kind of damage is found, nothing healthy is called damaged, and what nobody
+"""``ckptfs verify``: every kind of damage is found, nothing healthy is called damaged, and what no one
 could look at is never called clean.
 """
 
@@ -185,7 +185,7 @@ def test_what_is_damaged_is_named(cli: Cli, golden: Golden, place: Place, name: 
 
 
 def test_several_uris_are_one_verdict(cli: Cli, tmp_path: Path) -> None:
-    """A clean checkpoint beside a damaged one: damaged; both are told."""
+    """A clean checkpoint and a damaged one: damaged; both are reported."""
     good = a_run(Place("file", str(tmp_path / "good")))
     bad = DAMAGES["missing shard"].made(Place("file", str(tmp_path / "bad")))
     ran = cli("verify", f"{good.uri}/step_10", f"{bad.uri}/{VICTIM}", "--json")

@@ -82,7 +82,7 @@ def test_the_history_of_a_run_is_told_from_an_entry_on(cli: Cli, place: Place) -
 
 @pytest.mark.parametrize("uri", ["memory://watched/run", "ckptfs+none://"])
 def test_a_run_in_memory_is_watched(cli: Cli, uri: str) -> None:
-    """Any backend; a protocol that nobody knows is a wrong call."""
+    """Any backend; an unknown protocol is a wrong call."""
     if uri.startswith("memory"):
         a_run(Place("memory", uri))
     ran = cli("watch", uri, "--from", 0, "--until-end", "--json", "--event", "commit")
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
 
 
 def test_a_program_that_fails_is_named_and_watching_goes_on(cli: Cli, local: Place) -> None:
-    """The exit code tells that one failed."""
+    """The exit code says that one failed."""
     a_run(local)
     told = ("--from", 0, "--until-end", "--event", "commit", "--exec")
     ran = cli("watch", local.uri, *told, '[ "$CKPTFS_STEP" = 20 ] || exit 3')
@@ -157,7 +157,7 @@ def test_a_program_that_fails_is_named_and_watching_goes_on(cli: Cli, local: Pla
 
 
 def test_a_damaged_entry_ends_it(cli: Cli, local: Place) -> None:
-    """Nobody reads what comes after it: the error names the entry."""
+    """No reader takes what comes after it: the error names the entry."""
     a_run(local)
     Path(local.uri, ".ckptfs", "log", "00000002").write_text("no entry")
     ran = cli("watch", local.uri, "--from", 0, "--until-end", "--json")

@@ -1,8 +1,8 @@
 """Where examples run, and what is written down about it.
 
-    store    a Store at a place that nobody used: a local directory and S3; where
+    store    a Store at an unused place: a local directory and S3; where
              CKPTFS_MATRIX is set, all four
-    mode     beside ``store``: "sync" or "async". Local and synchronous, S3 and asynchronous; where
+    mode     in addition to ``store``: "sync" or "async". Local and synchronous, S3 and asynchronous; where
              CKPTFS_MATRIX is set, every pair. ``@pytest.mark.modes("sync")``: the framework has one
     cell     with cell("Lightning", store, mode): ...      a cell of the matrix: tried, and how it went
 
@@ -30,12 +30,12 @@ from tests.lab.gcs import NO_HNS
 from tests.lab.server import Server
 from tests.servers.conftest import no_accounts, shared
 
-__all__ = ["no_accounts"]  # autouse: no test here sees the accounts of whoever runs it
+__all__ = ["no_accounts"]  # autouse: no test here sees the accounts of its user
 
 os.environ.update(NO_HNS)  # read once, when gcsfs is imported
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MODES: tuple[Mode, ...] = get_args(Mode)
-# A report is heard at the controller's next look, and every actor less is a process less.
+# A report arrives at the controller's next look, and every actor less is a process less.
 RAY = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """What frameworks warn of is theirs; elsewhere in this suite a warning is an error. And they are slow:
-    a story is three runs, each of which imports them in all ranks, and the first compiles.
+    a story is three runs, each imports them in all ranks, and the first compiles.
     """
     item.add_marker(pytest.mark.filterwarnings("default"), append=False)
     if item.get_closest_marker("timeout") is None:
@@ -102,7 +102,7 @@ def store(
 @pytest.fixture(scope="session", autouse=True)
 def extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """torch compiles DeepSpeed's extension in a directory of this session. In the usual one, of the user, a
-    run that was killed while it compiled has left a lock for which every later one waits for ever.
+    run that was killed while it compiled has left a lock on which every later one hangs.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(EXTENSIONS, str(tmp_path_factory.mktemp("extensions")))
@@ -123,7 +123,7 @@ def lab_gcs() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A local Ray, whose workers import this repository, run elsewhere and reach S3 if it is there."""
+    """A local Ray with workers that import this repository, run elsewhere and reach S3 if it is there."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: make test-integrations")
     with pytest.MonkeyPatch.context() as patch:
         with contextlib.suppress(pytest.skip.Exception):

@@ -5,7 +5,7 @@
                                                           and writes matrix.md from that
 
 A cell is a package, its version, the day, and how it went; the newest of a kind counts, and one cell
-that failed makes the whole kind failed that day. What nobody tried has no cell and is shown as such.
+that failed makes the whole kind failed that day. What was not tried has no cell and is shown as such.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ Launcher = Literal["torchrun", "python"]
 
 @dataclass(frozen=True)
 class Store:
-    """A place for one run. ``env``: what a process needs beside the URI; this process has it too.
+    """A place for one run. ``env``: what a process needs in addition to the URI; this process has it too.
 
     storage_options: the same for a call that takes them.
     """
@@ -68,7 +68,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to ``rank`` (None: whoever is first) before, half-way through or after an operation."""
+    """SIGKILL to ``rank`` (None: the first one) before, half-way through or after an operation."""
 
     op: str
     key: str = "*"
@@ -143,7 +143,7 @@ def reference(
     launcher: Launcher = "torchrun",
     env: tuple[tuple[str, str], ...] = (),
 ) -> Outcome:
-    """The run that nobody disturbs, synchronous, on a local directory; made once per session."""
+    """The undisturbed run, synchronous, on a local directory; made once per session."""
     with tempfile.TemporaryDirectory(prefix="reference-", ignore_cleanup_errors=True) as place:
         store = Store("file", f"{place}/run")
         outcome = run_example(example, store, "sync", ranks=ranks, launcher=launcher, env=dict(env))
@@ -195,7 +195,7 @@ def _met(kill: Kill, trace: str) -> bool:
 
 
 def launcher_words(launcher: Launcher, ranks: int) -> list[str]:
-    """What stands before the program."""
+    """What is before the program."""
     if launcher == "python":
         return [sys.executable]
     return [
@@ -249,7 +249,7 @@ def _end_all(mark: str) -> None:
 
 
 def _unlock_extensions() -> None:
-    """Remove the locks of whoever was killed while it compiled an extension: the next one would wait for ever."""
+    """Remove the locks of a process killed while it compiled an extension: the next one would hang."""
     if place := os.environ.get(EXTENSIONS):
         for lock in Path(place).rglob("lock"):
             lock.unlink(missing_ok=True)
@@ -258,7 +258,7 @@ def _unlock_extensions() -> None:
 def _marked(mark: str) -> Iterator[int]:
     """Processes of this run; one that is dying still counts, a zombie does not."""
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to read
+        with contextlib.suppress(OSError):  # it has ended, or is not ours to read
             if f"{_MARK}={mark}".encode() in (process / "environ").read_bytes():
                 yield int(process.name)
 
@@ -299,7 +299,7 @@ def each_claim(
     rank: Rank, claims: Mapping[str, Callable[[Rank, Path], object]], top: Path
 ) -> dict[str, object]:
     """What a rank saw, by claim, each in a place of its own. One that raises is its own message: the
-    others go on, and the test of that claim shows it.
+    others continue, and the test of that claim shows it.
     """
     found: dict[str, object] = {}
     for name, claim in claims.items():

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.integrations
 
 
 def test_a_killed_run_resumes_to_the_same_state(store: Store, mode: Mode, cell: Cell) -> None:
-    """A run killed as the commit of its fourth save_state stands to be written goes on from the third:
-    parameters, optimizer, schedule, random numbers and the data's position are those of a run that
-    nobody disturbed.
+    """A run killed just before the commit of its fourth save_state is written continues from the third:
+    parameters, optimizer, schedule, random numbers and the data's position are those of an
+    undisturbed run.
     """
     with cell("Accelerate", store, mode):
         kill = Kill("create", "*.ckptfs/log/*", nth=6, rank=0)
@@ -353,7 +353,7 @@ def test_stock_deletes_the_old_checkpoint_before_the_new_one_is_written(seen: Se
 
 
 def test_a_save_that_fails_on_one_rank_loses_nothing(seen: Seen) -> None:
-    """keep_latest=1: where stock tells nobody else, what rank 1 fails of is raised on both, the checkpoint
+    """keep_latest=1: where stock informs no other rank, the failure of rank 1 is raised on both, the checkpoint
     before is still there and is loaded, and the next save takes its place.
     """
     assert [rank["stock one rank"] for rank in seen] == ["no error", "OSError: this rank cannot"]
@@ -393,7 +393,7 @@ def test_stock_load_state_reads_ours_and_ours_reads_stock(seen: Seen) -> None:
 
 
 def test_random_numbers_are_not_lost_without_a_word(seen: Seen) -> None:
-    """Stock: load_state goes on without a rank's random states and says nothing. Ours is an error on all
+    """Stock: load_state continues without a rank's random states and says nothing. Ours is an error on all
     ranks, unless per_rank="drop" allows it.
     """
     assert seen[1]["stock random"] == {"said": "no error", "restored": False}

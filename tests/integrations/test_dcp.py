@@ -176,7 +176,7 @@ def by_keys(rank: Rank, uri: str) -> Any:
 
 
 def subgroups(rank: Rank, uri: str) -> Any:
-    """Ranks 1 and 2, rank 0 at work elsewhere; the writer is not told of the group."""
+    """Ranks 1 and 2, rank 0 at work elsewhere; the writer does not know the group."""
     import torch.distributed as dist
 
     group = dist.new_group([1, 2])
@@ -197,7 +197,7 @@ def subgroups(rank: Rank, uri: str) -> Any:
 
 
 class Announcing(ckptfs.StorageWriter):
-    """Tells over the default group's store that this rank has come to a save."""
+    """Says over the default group's store that this rank has come to a save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """As it is, and a key."""
@@ -264,7 +264,7 @@ def stagers(rank: Rank, uri: str) -> Any:
         if hasattr(told, "staging_completion"):
             told.staging_completion.result()
             told = told.upload_completion
-        state["sharded"].to_local().fill_(-1.0)  # it is staged: training goes on
+        state["sharded"].to_local().fill_(-1.0)  # it is staged: training continues
         told.result()
         found[name] = same(f"{uri}_{name}", rank.size, value)
         stager.close()
@@ -304,7 +304,7 @@ def held_run(rank: Rank, uri: str) -> Any:
 
 
 class Talks:
-    """An object that loads by a collective of its own kind: two in another order would wait for ever."""
+    """An object that loads by a collective of its own kind: two in another order would hang."""
 
     def __init__(self, reduces: bool) -> None:
         self.reduces = reduces
@@ -331,7 +331,7 @@ class Talks:
 
 
 def in_one_order(rank: Rank, uri: str) -> Any:
-    """Ranks that have their objects in another order, each of which talks to all."""
+    """Ranks that have their objects in another order; each object talks to all."""
 
     def state() -> dict[str, Any]:
         parts = [("a", Talks(reduces=True)), ("b", Talks(reduces=False)), ("n", {"step": 1})]
@@ -404,7 +404,7 @@ def own_process(rank: Rank) -> Any:
 
 
 def after_own_process(rank: Rank) -> Any:
-    """What is there, and whether it can go on."""
+    """What is there, and whether it can continue."""
     warnings.simplefilter("ignore")
     rank.init_group()
     run = rank.args["run"]
@@ -459,7 +459,7 @@ def test_save_planners_are_obeyed(outcomes: Any) -> None:
 
 
 def test_load_planners_are_obeyed(outcomes: Any) -> None:
-    """A planner that renames, one that loads less, and allow_partial_load, which is off unasked."""
+    """A planner that renames, one that loads less, and allow_partial_load, which is off by default."""
     for outcome in outcomes:
         renamed, fewer, strict, more = outcome["load_planners"]
         assert renamed
@@ -479,7 +479,7 @@ def test_torchs_own_tools_read_it(outcomes: Any) -> None:
 
 
 def test_subgroups_without_rank_0_save_and_load(outcomes: Any) -> None:
-    """process_group= of dcp.save and async_save is enough; rank 0 saves by itself meanwhile."""
+    """process_group= of dcp.save and async_save is enough; rank 0 saves by itself at the same time."""
     assert [o["subgroups"] for o in outcomes] == [None, [True] * 4, [True] * 4]
 
 
@@ -537,9 +537,9 @@ def test_a_held_run_fences_the_writer(outcomes: Any) -> None:
 
 
 def test_dcps_own_process_fails_and_dies_without_harm(tmp_path: Path) -> None:
-    """PROCESS: planner, shared stager; its failure is told on all ranks; killed, it leaves step 2."""
+    """PROCESS: planner, shared stager; its failure is raised on all ranks; killed, it leaves step 2."""
     run, held = tmp_path / "run", tmp_path / "held"
-    held.touch()  # nobody is held before it is gone
+    held.touch()  # no rank is held before it is gone
     faults = f"hold={held}:open_write:*__?_0.distcp:1;fail=ENOSPC:close:*__1_0.distcp:1"
     args = {"run": str(run), "fault": faults}
     with launch(own_process, 2, args=args, warm=False) as ranks:
@@ -656,7 +656,7 @@ def test_places_that_are_none_are_told(store: Store, tmp_path: Path) -> None:
 
 
 class Watched(dict[str, Any]):
-    """A state dict that tells which keys were put into it."""
+    """A state dict that says which keys were put into it."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
@@ -685,7 +685,7 @@ class Nothing:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("own", [True, False])
 def test_objects_with_an_empty_state_are_loaded_in_place(tmp_path: Path, own: bool) -> None:
-    """They are given {}, and stay in the state dict; plain values are put there anew. An empty state
+    """They are given {}, and stay in the state dict; plain values are put there again. An empty state
     dict saves and loads too.
     """
     uri = tmp_path / "step_1"

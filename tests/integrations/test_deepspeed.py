@@ -104,7 +104,7 @@ def _full_disk(limit_bytes: int = 0) -> Iterator[None]:
 
 
 def _raised(call: Callable[[], object]) -> dict[str, Any]:
-    """What a call raised, as the harness tells it; {} where it came back."""
+    """What a call raised, as the harness reports it; {} where it came back."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - it is the value
@@ -122,7 +122,7 @@ def _attached(engine: Any, root: str, uri: str, **options: Any) -> Any:
 
 
 def test_a_killed_run_resumes_to_the_same_state(store: Store, mode: Mode, cell: Cell) -> None:
-    """DeepSpeed, killed at the commit of its fourth checkpoint, goes on from the third."""
+    """DeepSpeed, killed at the commit of its fourth checkpoint, continues from the third."""
     with cell("DeepSpeed", store, mode):
         kill = Kill("create", "*.ckptfs/log/*", nth=6, rank=0)
         told = story("deepspeed", store, mode, kill=kill)
@@ -151,7 +151,7 @@ def stock_ranks(rank: Rank) -> dict[str, Any]:
     engine.checkpoint_engine = Refusing()
     told["commit said no"] = engine.save_checkpoint(str(base / "refused"))
 
-    # Rank 1 is on another node, whose disk cannot have the directory.
+    # Rank 1 is on another node; its disk cannot have the directory.
     mine = base / f"node{rank.number}"
     mine.mkdir()
     if rank.number == 1:
@@ -172,7 +172,7 @@ def stock_ranks(rank: Rank) -> dict[str, Any]:
     with _full_disk(resource.RLIM_INFINITY):
         told["latest"] = _raised(lambda: engine.save_checkpoint(root, tag="next"))
     if rank.number == 0:
-        dist.barrier()  # the one that rank 1 stands in
+        dist.barrier()  # the one that rank 1 waits in
     told["emptied"] = Path(root, "latest").read_text()
     told["after"] = _raised(lambda: _engine(stage=1).load_checkpoint(root))
 
@@ -191,7 +191,7 @@ def stock_ranks(rank: Rank) -> dict[str, Any]:
         told["failed"] = _raised(lambda: engine.save_checkpoint(root, tag="last"))
     told["committed"] = called
     if rank.number == 0:
-        rank.hold("looked")  # alive, and out of save_checkpoint: as a loop that goes on
+        rank.hold("looked")  # alive, and out of save_checkpoint: as a loop that runs on
     return told
 
 
@@ -272,7 +272,7 @@ def readers_ranks(rank: Rank) -> dict[str, Any]:
             ours.load_checkpoint(str(local / "c"))
             found.append(_state(ours) == state)
             _train(ours)
-            ours.save_checkpoint(str(local / "c"))  # and the run goes on beside what stock wrote
+            ours.save_checkpoint(str(local / "c"))  # and the run continues next to what stock wrote
         told[str(stage)] = {"found": found, "root": root}
     return told
 
@@ -291,7 +291,7 @@ def test_every_reader_reads_every_writer(
     read_by_all: tuple[Path, list[dict[str, Any]]], stage: int
 ) -> None:
     """What ours wrote, ours reads on an empty machine, also by tag, and so do stock DeepSpeed and
-    zero_to_fp32; what stock wrote, ours reads and goes on from. Bit by bit, on both ranks.
+    zero_to_fp32; what stock wrote, ours reads and continues. Bit by bit, on both ranks.
     """
     base, told = read_by_all
     for one in told:
@@ -450,7 +450,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_save(
     failed: tuple[Path, list[Any]],
 ) -> None:
     """What fails behind an asynchronous save's back is raised on all ranks at the next save, and the
-    save after that is committed, with the object that was put beside it.
+    save after that is committed, with the object that was put next to it.
     """
     base, told = failed
     assert _same(told, "returns") == {}

@@ -135,7 +135,7 @@ def test_two_ranks_save_by_uri_alone(store: Store) -> None:
 
 
 def dies_in_its_file(rank: Rank) -> None:
-    """Rank 1 stands still in the middle of its data file, to be killed."""
+    """Rank 1 stops in the middle of its data file, to be killed."""
     rank.init_group()
 
     class Standing(DefaultSavePlanner):
@@ -228,7 +228,7 @@ class Halfway(DefaultSavePlanner):
 
 def test_half_a_file_is_never_published(lab_s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock's writer leaves a truncated object under its final key when a save fails in the middle of a
-    file, and its metadata beside it would be believed; through ckptfs+ no key appears.
+    file, and its metadata next to it would be believed; through ckptfs+ no key appears.
     """
     for name, value in lab_s3.environment.items():
         monkeypatch.setenv(name, value)
@@ -320,7 +320,7 @@ def test_an_overwritten_checkpoint_stays_until_the_commit(store: Store) -> None:
 
 def test_what_arrives_is_invisible_until_the_commit(store: Store) -> None:
     """Shards and metadata on their way are in no listing of ours, in no catalog and not in the step; a
-    plain file beside them is.
+    plain file next to them is.
     """
     run, url = ours(store), ours(store, "step_7")
     fs, path = fsspec.core.url_to_fs(run, skip_instance_cache=True)
@@ -454,7 +454,7 @@ def write_half(file: Any, half: Any = b"half") -> None:
 
 
 def interrupted_writes(fs: Any, url: str) -> dict[str, bool]:
-    """Every way to write whose block is left by an exception; whether something is there afterwards."""
+    """Every way to write, with a block left by an exception; whether something is there afterwards."""
     options = fs.storage_options
 
     files: dict[str, Callable[[str], Any]] = {

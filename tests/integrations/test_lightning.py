@@ -69,7 +69,7 @@ def fit(
     strategy: Any = "auto",
     **saves: Any,
 ) -> tuple[Net, Any]:
-    """Train in this process; one checkpoint per epoch unless told otherwise."""
+    """Train in this process; one checkpoint per epoch by default."""
     callback = checkpoint(dirpath, **saves)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -169,7 +169,7 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(
 
 
 class FirstFinished(AsyncCheckpointIO):
-    """The stock one, whose first file is there before training goes on, however slow its thread is."""
+    """The stock one, with its first file there before training continues, however slow its thread is."""
 
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
         first = self._executor is None
@@ -214,7 +214,7 @@ def bucket(lab_s3: Any, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def names(uri: str) -> list[str]:
-    """The checkpoints below a URI, asked of the store anew."""
+    """The checkpoints below a URI, asked of the store again."""
     fs, path = fsspec.core.url_to_fs(uri)
     fs.invalidate_cache()
     return sorted(found.rpartition("/")[2] for found in fs.glob(f"{path}/*.ckpt"))
@@ -239,7 +239,7 @@ def test_what_a_run_was_resumed_from_stays_on_s3(bucket: Store) -> None:
 
 
 def test_files_of_an_earlier_process_go_and_strangers_stay(tmp_path: Path) -> None:
-    """What ModelCheckpoint remembers of its run may be removed; what nobody remembers may not."""
+    """What ModelCheckpoint remembers of its run may be removed; what no callback remembers may not."""
     settings: dict[str, Any] = {"save_top_k": 2, "monitor": "step", "mode": "max"}
     fit(CkptfsIO(), tmp_path, 2, **settings)
     stranger = tmp_path / "stranger.ckpt"
@@ -379,7 +379,7 @@ def test_a_save_by_hand_is_waited_for(tmp_path: Path) -> None:
 def test_one_process_has_its_strategy_by_name(
     bucket: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """checkpoint_strategy("single_device"): saves in the background, goes on from them, and takes options."""
+    """checkpoint_strategy("single_device"): saves in the background, continues from them, and takes options."""
     reference, _ = fit(None, tmp_path / "stock", 3)
 
     def ours() -> Any:

@@ -1,8 +1,8 @@
-"""Lightning's sharded strategies on two ranks (on CPU): stock's ways shown, ours beside them.
+"""Lightning's sharded strategies on two ranks (on CPU): stock's ways shown, and ours.
 
 One launch of two ranks makes all claims, since importing Lightning takes longer than the rest; each
-test looks at its own part of what the ranks told. ModelParallelStrategy is FSDP2. Lightning gives
-FSDPStrategy to GPUs only, but torch shards on CPU where it is told to: ``on_cpu`` tells it.
+test looks at its own part of what the ranks reported. ModelParallelStrategy is FSDP2. Lightning gives
+FSDPStrategy to GPUs only, but torch shards on CPU where it is asked to: ``on_cpu`` asks it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def sharded_on_cpu(module: Any) -> Any:
 
 
 def on_cpu(kind: Any) -> Any:
-    """An FSDPStrategy whose modules are sharded on CPU; everything else is its own."""
+    """An FSDPStrategy with modules sharded on CPU; everything else is its own."""
     body = {name: lambda _, module: sharded_on_cpu(module) for name in SHARDING}
     made = type(kind.__name__, (kind,), body)
     return lambda **more: made(state_dict_type="sharded", **more)
@@ -192,12 +192,12 @@ def raised(act: Callable[[], Any]) -> str:
     """The class of what it raised, and the first line of its text."""
     try:
         act()
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:  # noqa: BLE001 - passed to the test
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return "nothing"
 
 
-# -- stock, and ours beside it ---------------------------------------------------------------------
+# -- stock, and ours next to it ---------------------------------------------------------------------
 
 
 def try_stock(run: Path) -> Tried:
@@ -289,7 +289,7 @@ def everything(rank: Rank) -> Tried:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, lab_s3: Any) -> list[Tried]:
-    """What each rank of the launch told."""
+    """What each rank of the launch reported."""
     run = tmp_path_factory.mktemp("lightning")
     (run / "ours").mkdir()
     args = {"run": str(run), "s3": lab_s3.fresh()}
@@ -459,7 +459,7 @@ BY_NAME: dict[Any, dict[str, Any]] = {
 
 
 def try_name(name: Any, run: str) -> Tried:
-    """A strategy of ``checkpoint_strategy``: two epochs, and a run that goes on from them."""
+    """A strategy of ``checkpoint_strategy``: two epochs, and a run that continues from them."""
 
     def fitted(where: str, epochs: int, start: str | None, mode: Any) -> Any:
         strategy = checkpoint_strategy(name, mode=mode, **BY_NAME[name])
@@ -489,7 +489,7 @@ def try_name(name: Any, run: str) -> Tried:
 
 
 def try_fabric_names(run: str) -> Tried:
-    """Fabric's DDP: what one lab saved another has, and a save that fails is heard on both ranks."""
+    """Fabric's DDP: what one lab saved another has, and a save that fails is raised on both ranks."""
     one, two = (Lab(checkpoint_strategy("ddp", mode="async", fabric=True)) for _ in range(2))
     one.train(3)
     one.save(f"{run}/a.ckpt")
@@ -513,7 +513,7 @@ def try_fabric_names(run: str) -> Tried:
 
 def test_every_strategy_is_had_by_its_name(ranks: list[Tried]) -> None:
     """Of checkpoint_strategy, in the Trainer: an asynchronous save by hand is whole after ``wait``, and the
-    run that goes on from it ends in the bits of one that was never interrupted.
+    run that continues from it ends in the bits of one that was never interrupted.
     """
     for name, told in ((name, tried["by name"][name]) for tried in ranks for name in BY_NAME):
         assert (told["resumed"], told["steps"]) == (True, 12), name
@@ -535,7 +535,7 @@ def test_fabric_has_its_strategies_by_the_same_names(ranks: list[Tried]) -> None
 def try_full_disk(run: str, mode: str) -> Tried:
     """Rank 1 has no space for its part of the second checkpoint."""
     os.environ["CKPTFS_TEST_FAULT"] = "fail=ENOSPC:open_write:*__1_0.distcp:2@1"
-    victim.install()  # counts anew
+    victim.install()  # counts again
     tried: Tried = {"raised": raised(lambda: fit(CkptfsModelParallelStrategy, run, 3, mode=mode))}
     return {**tried, "kept": listed(run), "there": sorted(os.listdir(run))}
 
@@ -558,8 +558,8 @@ def listed(uri: str) -> list[str]:
 
 
 def test_the_trainer_retains_and_resumes(ranks: list[Tried]) -> None:
-    """ModelCheckpoint over sharded checkpoints, asynchronous at first: what it lets go is gone from the
-    log, and the run that goes on from last.ckpt ends in the same bits.
+    """ModelCheckpoint over sharded checkpoints, asynchronous at first: what it drops is gone from the
+    log, and the run that continues from last.ckpt ends in the same bits.
     """
     for told in (tried[f"trainer {kind}"] for kind in ("file", "s3") for tried in ranks):
         assert told["kept"] == ["epoch=1-step=8.ckpt", "last.ckpt"]
@@ -588,7 +588,7 @@ def test_a_rank_without_space_fails_the_save_on_both(ranks: list[Tried]) -> None
 
 
 def test_every_rank_of_ddp_hears_of_a_failed_save(ranks: list[Tried]) -> None:
-    """The rank that writes raises its own error, the other one tells it; the file before stays."""
+    """The rank that writes raises its own error, the other one reports it; the file before stays."""
     zero, one = (tried["ddp"] for tried in ranks)
     assert zero["raised"].startswith("NoSpaceError")
     assert one["raised"].startswith("CollectiveError: rank 0 failed")

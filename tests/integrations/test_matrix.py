@@ -10,14 +10,14 @@ CELL = Cell("Lightning", "s3", "async", "lightning", "2.6.6", "2026-11-20", pass
 
 
 def test_the_page_is_what_the_record_renders_to() -> None:
-    """Nobody wrote a cell into the page by hand."""
+    """No cell was written into the page by hand."""
     cells = read(PAGES / "matrix.json")
     assert (PAGES / "matrix.json").exists()
     assert (PAGES / "matrix.md").read_text() == render(cells)
 
 
 def test_what_nobody_tried_is_shown_as_such() -> None:
-    """One cell that passed is one "yes", one that failed is told, and the other six are dashes."""
+    """One cell that passed is one "yes", one that failed is marked, and the other six are dashes."""
     failed = replace(CELL, store="nfs", passed=False)
     [row] = [line for line in render([CELL, failed]).splitlines() if line.startswith("| Light")]
     assert row.count("| yes ") == 1

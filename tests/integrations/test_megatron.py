@@ -20,7 +20,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
 
 def test_the_example_is_killed_and_resumes(tmp_path: Path, cell: Cell) -> None:
-    """Rank 0 dies at the commit of its third iteration; the next job goes on from the second, and the
+    """Rank 0 dies at the commit of its third iteration; the next job continues from the second, and the
     tracker names what is committed.
     """
     store = Store("file", str(tmp_path / "run"))
@@ -129,7 +129,7 @@ class _full_disk:  # noqa: N801 - used as a function
 
 def test_an_error_on_one_rank_reaches_all_and_stock_reads_the_rest(tmp_path: Path) -> None:
     """A full disk under rank 1 fails the save on both, at once and with nothing to be seen; the next one
-    is whole. Megatron's own loader reads it where it lies, sharded objects and common state too.
+    is whole. Megatron's own loader reads it where it is, sharded objects and common state too.
     """
     run = tmp_path / "run"
     with launch(_whole_story, 2, args={"run": str(run)}) as ranks:

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.integrations
 
 def test_a_controller_resumes_with_its_learners(tmp_path: Path, cell: Cell) -> None:
     """Killed about the commit of the fourth checkpoint, learners and the controller, which is in no group,
-    go on from the last one that was committed; its state is one file of the same directory.
+    continue from the last one that was committed; its state is one file of the same directory.
     """
     store = Store("file", str(tmp_path / "run"))
     with cell("open-instruct", store, "async", package="deepspeed"):
         kill = Kill("create", "*.ckptfs/log/*", nth=6, rank=0)
         told = story("open_instruct", store, "async", kill=kill)
-        # The sixth entry is the fourth seal, or that the first one's bytes are gone, just beside it.
+        # The sixth entry is the fourth seal, or that the first one's bytes are gone, just next to it.
         assert told.resumed.resumed in {"3", "4"}
     newest = ckptfs.latest(store.uri, "directory")
     assert newest is not None

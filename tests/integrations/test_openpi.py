@@ -1,4 +1,4 @@
-"""openpi's layout: data parallel training of which rank 0 writes a few files per step."""
+"""openpi's layout: data parallel training; rank 0 writes a few files per step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integrations
 
 
 def test_a_killed_run_resumes_and_can_be_begun_anew(tmp_path: Path, cell: Cell) -> None:
-    """Killed before the commit of its fourth checkpoint it goes on from the third. Begun anew over that
+    """Killed before the commit of its fourth checkpoint it continues from the third. Begun again over that
     run, under the same steps, it is not resumed; what was there goes, files of the user's stay.
     """
     store = Store("file", str(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""Every example has its page, stands in the index, and is as short as was promised."""
+"""Every example has its page, is in the index, and is as short as was promised."""
 
 from __future__ import annotations
 

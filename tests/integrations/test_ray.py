@@ -1,4 +1,4 @@
-"""Ray Train: what workers saved is committed before Ray hears of it, whoever dies when."""
+"""Ray Train: what workers saved is committed before Ray hears of it, whichever process dies when."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def fit(
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
-    """The page's example, whose training function travels to the workers."""
+    """The page's example; its training function travels to the workers."""
     spec = importlib.util.spec_from_file_location("ray_example", EXAMPLES / "ray_example.py")
     assert spec is not None
     assert spec.loader is not None
@@ -99,24 +99,24 @@ def committed(uri: str) -> list[str]:
 
 
 def heard(place: dict[str, Any]) -> list[str]:
-    """Names of the checkpoints that Ray would go on from, and would miss if they were gone."""
+    """Names of the checkpoints that Ray would continue from, and would miss if they were gone."""
     files, path = place["storage_filesystem"], place["storage_path"]
     try:
         told = json.loads(files.open_input_stream(f"{path}/run/{SNAPSHOT}").read())
     except FileNotFoundError:
-        return []  # its workers died before it heard of any
+        return []  # its workers died before it got any
     return [one["checkpoint_dir_name"] for one in told["checkpoint_results"]]
 
 
-# -- the story: killed in a save, restarted by Ray, given up, started anew ----------------------
+# -- the story: killed in a save, restarted by Ray, given up, started again ----------------------
 
 
 def test_workers_die_and_training_goes_on_from_the_last_commit(
     ray_cluster: None, example: ModuleType, store: Store, mode: Mode, cell: Cell
 ) -> None:
     """Rank 1 is killed in its third save, Ray restarts the workers, it is killed again in the third
-    of theirs; Ray gives up. Another job goes on from step 4 and ends with the state of one that
-    nobody disturbed. Ray and the log agree at each end, and nothing else lies there.
+    of theirs; Ray gives up. Another job continues from step 4 and ends with the state of an
+    undisturbed one. Ray and the log agree at each end, and nothing else is there.
     """
     with cell("Ray", store, mode):
         final = reference("ray", launcher="python", env=tuple(sorted(RAY.items()))).final
@@ -167,7 +167,7 @@ def stock_train(config: dict[str, Any]) -> Any:
             dcp.save(state, checkpoint_id=paths[0])
             Path(mine, f"extra_{dist.get_rank()}.json").write_text("{}")
             ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(mine))
-    dist.barrier()  # Ray lets a worker go on when its own files are copied
+    dist.barrier()  # Ray lets a worker continue when its own files are copied
     found: dict[str, Any] = {"w": torch.zeros(8), "step": 0}
     with RayCheckpoints() as checkpoints:
         restored = checkpoints.restore(found)
@@ -178,7 +178,7 @@ def stock_train(config: dict[str, Any]) -> Any:
 def test_zero_code(ray_cluster: None, store: Store) -> None:
     """storage_path="fsspec+ckptfs+..." and nothing else: checkpoints of both workers, marker, snapshot
     and the deletion of old ones go through ckptfs, a DCP checkpoint is committed, stock torch reads it,
-    and RayCheckpoints goes on from it.
+    and RayCheckpoints continues from it.
     """
     result = fit(stock_train, {"storage_path": f"fsspec+{storage_uri(store.uri)}"})
     through = storage(store.uri, store.storage_options)
@@ -233,7 +233,7 @@ def test_ray_resumes_from_the_bucket(ray_cluster: None, lab_s3: Any, tmp_path: P
 
 def meets_trouble(config: dict[str, Any]) -> list[Any]:
     """Scores 9, 1, 5; the second save fails on rank 1 once. Then a directory of files; then a commit
-    that Ray never heard of, as of a worker that died behind it.
+    that Ray never got, as of a worker that died behind it.
     """
     told: list[Any] = []
     state = {f"w{n}": torch.zeros(8) for n in range(4)}  # so that both ranks write
@@ -274,7 +274,7 @@ def test_an_error_on_one_worker_is_the_same_on_all_and_ray_says_what_stays(
     ray_cluster: None, tmp_path: Path
 ) -> None:
     """A full disk under rank 1 is one typed error on both, and the step can be saved again. Of three
-    the best and the newest stay, as CheckpointConfig has it. A directory is committed beside them.
+    the best and the newest stay, as CheckpointConfig has it. A directory is committed next to them.
     What was committed unheard is reported when it is restored, and Ray lets the others go.
     """
     keep = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score")
@@ -298,7 +298,7 @@ def test_an_error_on_one_worker_is_the_same_on_all_and_ray_says_what_stays(
 
 
 def test_a_run_that_is_held_is_left_to_its_workers(tmp_path: Path) -> None:
-    """Ray's delete, by its controller, does nothing to a held run's checkpoint; of a run that nobody
+    """Ray's delete, by its controller, does nothing to a held run's checkpoint; of a run that no owner
     holds it deletes the entry and the bytes, and any other directory at once.
     """
     files = storage(tmp_path)["storage_filesystem"]
@@ -330,11 +330,11 @@ def test_a_run_that_is_held_is_left_to_its_workers(tmp_path: Path) -> None:
 def test_what_goes_is_what_ray_heard_of_and_keeps_no_more(
     committed: list[int], listed: set[int | None], going: list[int]
 ) -> None:
-    """Nothing goes that Ray lists, or may list when it has heard of it."""
+    """Nothing goes that Ray lists, or may list when it has got it."""
     assert let_go(committed, listed) == going
 
 
-# -- Ray's own bugs, and ours beside them -----------------------------------------------------------
+# -- Ray's own bugs, and ours next to them -----------------------------------------------------------
 
 
 @contextmanager
@@ -365,7 +365,7 @@ def sizes_when_settled(directory: Path) -> dict[str, int]:
 
 def test_ray_leaves_half_a_copy_under_the_final_name(tmp_path: Path) -> None:
     """Stock: a copy that fails leaves a directory with every file's name, one of them cut short, and
-    nothing that tells it from a whole one. Through ckptfs that file is not there.
+    nothing that distinguishes it from a whole one. Through ckptfs that file is not there.
     """
     source = tmp_path / "source"
     source.mkdir()
@@ -388,7 +388,7 @@ def test_ray_leaves_half_a_copy_under_the_final_name(tmp_path: Path) -> None:
 
 def test_ray_writes_its_snapshot_in_place(tmp_path: Path) -> None:
     """Stock: killed while it writes the one file that names its checkpoints, Ray does not start again.
-    Through ckptfs the old one stands until the new one is whole.
+    Through ckptfs the old one stays until the new one is whole.
     """
     for name, place, stands in (
         ("stock", {"storage_path": str(tmp_path / "stock")}, False),

@@ -38,7 +38,7 @@ def test_a_kill_is_what_the_plan_reads() -> None:
 
 
 def test_a_kill_that_meets_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the operations that there were: a story whose victim lived would show nothing."""
+    """With the operations that there were: a story with a victim that lived would show nothing."""
     (tmp_path / "small_example.py").write_text(SCRIPT)
     monkeypatch.setattr(running, "EXAMPLES", tmp_path)
     monkeypatch.setenv("RANK", "0")
@@ -66,6 +66,4 @@ def test_nothing_outlives_a_run() -> None:
     assert ended.rc == 3
     environment = Path(f"/proc/{ended.resumed}/environ")
     with contextlib.suppress(OSError):  # it is gone
-        assert environment.read_bytes() == b"", (
-            "it lives"
-        )  # it is dying, or nobody has waited for it
+        assert environment.read_bytes() == b"", "it lives"  # it is dying, or was not waited for

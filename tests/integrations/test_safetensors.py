@@ -1,4 +1,4 @@
-"""Hugging Face exports: the real safetensors, transformers and torch's own HuggingFaceStorage beside ours."""
+"""Hugging Face exports: the real safetensors, transformers and torch's own HuggingFaceStorage next to ours."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tiers: a framework trains on a local disk, each checkpoint is drained to a bucket, the disk is lost.
 
-What it goes on from is then the bucket's, bit for bit. One process and no server: the bucket is ckptfs's
-own object store in memory, so nothing but the framework has to be there. Ray, whose workers are other processes,
+What it continues from is then the bucket's, bit for bit. One process and no server: the bucket is ckptfs's
+own object store in memory, so nothing but the framework has to be there. Ray, with workers in other processes,
 has its test in test_ray.py.
 """
 
@@ -39,7 +39,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def test_transformers_resumes_from_the_bucket(bucket: str, tmp_path: Path) -> None:
-    """A Trainer on a new machine goes on at the third step with the weights of the lost one."""
+    """A Trainer on a new machine continues at the third step with the weights of the lost one."""
     from ckptfs.integrations.transformers import CkptfsCallback
     from tests.integrations.test_transformers import _arguments, _trainer
 

@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader: each rank goes on with its own next sample."""
+"""torchdata's StatefulDataLoader: each rank continues with its own next sample."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _save(rank: Rank) -> None:
 
 
 def test_another_number_of_ranks_is_an_error_unless_told(tmp_path: Path) -> None:
-    """What two ranks kept is not given to one by guess: StateError, dropped, or resharded as told."""
+    """What two ranks kept is not given to one by guess: StateError, dropped, or resharded as asked."""
     with launch(_save, 2, args={"uri": str(tmp_path / "run")}) as ranks:
         ranks.values()
     manager = ckptfs.CheckpointManager(tmp_path / "run")

@@ -105,13 +105,13 @@ def failure(call: Callable[[], Any]) -> str:
 
 
 def whole(folder: str) -> list[str]:
-    """What lies in a run and could be loaded."""
+    """What is in a run and could be loaded."""
     there = (name for name in os.listdir(folder) if name != ".ckptfs")
     return sorted(name for name in there if os.path.isfile(f"{folder}/{name}/.metadata"))
 
 
 def on_rank_0(rank: Rank, make: Callable[[], Any]) -> None:
-    """Done once, before anybody goes on."""
+    """Done once, before anybody continues."""
     import torch.distributed as dist
 
     if rank.number == 0:
@@ -120,7 +120,7 @@ def on_rank_0(rank: Rank, make: Callable[[], Any]) -> None:
 
 
 def both_ways(rank: Rank, run: str) -> Any:
-    """Stock saves, ours goes on in its folder, stock goes on from ours."""
+    """Stock saves, ours continues in its folder, stock continues from ours."""
     stock = Job(run, stock=True)
     stock.train(1)
     first = stock.train(2)
@@ -182,7 +182,7 @@ def _neighbours(run: str) -> None:
 
 
 def names(rank: Rank, run: str) -> Any:
-    """Directories whose names have step-N in them: what stays, and what is taken for the newest."""
+    """Directories with step-N in their names: what stays, and what is taken for the newest."""
     found = []
     for stock in (True, False):
         folder = f"{run}-{stock}"
@@ -364,7 +364,7 @@ def test_the_step_is_decided_once_for_all_ranks(outcomes: Any) -> None:
 
 
 def test_a_fresh_disk_is_no_fresh_start(outcomes: Any) -> None:
-    """Where one node's disk is lost, all ranks get the same error, and nobody begins at step 0."""
+    """Where one node's disk is lost, all ranks get the same error, and none begins at step 0."""
     assert [o["node_local"][2] for o in outcomes] == ["IncompleteCheckpointError"] * RANKS
 
 
@@ -432,7 +432,7 @@ def test_plain_uris_are_stocks_too(store: Store) -> None:
 def test_without_any_code_by_the_folder_alone(store: Store, async_mode: str) -> None:
     """checkpoint.folder="ckptfs+...": stock's own manager commits, retains and resumes through it.
 
-    What is not committed is not listed: stock does not count it, and one more stays meanwhile.
+    What is not committed is not listed: stock does not count it, and one more stays in that time.
     """
     plain = store.uri if "://" in store.uri else f"file://{store.uri}"
     job = Job(f"ckptfs+{plain}", stock=True, async_mode=async_mode)
@@ -473,7 +473,7 @@ def test_checkpoint_storage_answers_by_uri(store: Store) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_bucket_that_is_not_there_is_told(store: Store) -> None:
-    """The folder's place does not exist and cannot be made: told by its name, on all ranks."""
+    """The folder's place does not exist and cannot be made: reported by its name, on all ranks."""
     if store.kind == "file":
         Path(store.uri).touch()
     folder = {"file": store / "run", "s3": "s3://there-is-no-such-bucket/run"}[store.kind]

@@ -29,8 +29,8 @@ WHOLE |= {"rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "training_args.b
 
 
 def test_a_killed_run_resumes_to_the_same_state(store: Store, mode: Mode, cell: Cell) -> None:
-    """A Trainer killed while rank 1 sends its files of the fourth checkpoint goes on from the third, on
-    a machine with an empty output_dir, to the state of a run that nobody disturbed.
+    """A Trainer killed while rank 1 sends its files of the fourth checkpoint continues from the third, on
+    a machine with an empty output_dir, to the state of an undisturbed run.
     """
     with cell("Transformers", store, mode):
         kill = Kill("[cr]*e", "*rng_state_1.pth", nth=4, rank=1)  # close, replace
@@ -98,7 +98,7 @@ def _apart(rank: Rank, place: Path) -> Path:
 
 
 def _one_late(rank: Rank, late: int, args: Any, *callbacks: Any) -> tuple[Any, Any]:
-    """A Trainer whose rank ``late`` writes its last files when the other one is in on_save."""
+    """A Trainer; its rank ``late`` writes its last files when the other one is in on_save."""
     from transformers import Trainer, TrainerCallback
 
     key = f"{args.output_dir.split('/')[-2]}-in-on-save"
@@ -159,7 +159,7 @@ def _resume(rank: Rank, place: Path) -> object:
     saves = CkptfsCallback(run, keep_latest=2)
     first = _trainer(_arguments(_apart(rank, place), max_steps=4), _stop_at(2), saves)
     first.train()
-    # Another machine, where a half-written checkpoint lies about.
+    # Another machine, where a half-written checkpoint is left.
     args = _arguments(place / f"other{rank.number}", max_steps=4)
     half = Path(args.output_dir, "checkpoint-3")
     half.mkdir(parents=True)
@@ -484,7 +484,7 @@ def test_the_best_model_is_kept_and_found_on_another_machine(seen: Seen) -> None
 
 def test_a_rank_that_cannot_save_stops_all(seen: Seen) -> None:
     """No space for rank 1's second checkpoint: both ranks raise it in that on_save, the first checkpoint
-    and the local files stay, and the next job goes on from it.
+    and the local files stay, and the next job continues from it.
     """
     for rank in seen:
         told = rank["failing rank"]

@@ -1,4 +1,4 @@
-"""Trinity-RFT: its coordinator over ckptfs; weights for the explorer, and failures that are heard."""
+"""Trinity-RFT: its coordinator over ckptfs; weights for the explorer, and failures that are reported."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Rank:
         self.optimizer.zero_grad()
 
     def sick(self, rank: int) -> None:
-        """From now on this rank alone fails in its saves; -1: nobody does."""
+        """From now on this rank alone fails in its saves; -1: none does."""
         self.optimizer.is_sick = self.manager.rank == rank
 
     def save_checkpoint(self, *given: Any, **told: Any) -> None:
@@ -253,7 +253,7 @@ def _bare(store: Store, name: str) -> str:
 
 
 def test_bad_input_is_one_typed_error_on_all_ranks(tmp_path: Path) -> None:
-    """Nothing there, nowhere to save, another number of ranks, a step that exists: told, on all."""
+    """Nothing there, nowhere to save, another number of ranks, a step that exists: an error, on all."""
     uri = tmp_path / "run"
     with ranks("ours", 1, remote_dir=str(uri)) as group:
         group.save_checkpoint("x/global_step_1/actor", None, 1)
@@ -331,7 +331,7 @@ class Trainer(CkptfsTrainer, RayPPOTrainer):
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_actor_critic_and_driver_are_one_decision(way: Mode, tmp_path: Path) -> None:
     """verl's trainer, two groups: a critic that fails leaves the step before, of all of them, and an
-    empty machine goes on from there with the same weights and the next sample.
+    empty machine continues from there with the same weights and the next sample.
     """
     uri = tmp_path / "run"
     with ranks("ours", mode=way) as actor, ranks("ours", 1, mode=way, seed=3) as critic:
@@ -379,7 +379,7 @@ class Alone:
         """Nothing to learn."""
 
     def save_checkpoint(self, path: str | None, part: Any = None, *_: Any, **__: Any) -> None:
-        """Seal the part that it is told."""
+        """Seal the part that it is given."""
         if path is not None:
             PartSaver(is_async=False).save(part, lambda at: _touch(f"{at}/weights.pt"))
 

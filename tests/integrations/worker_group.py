@@ -1,4 +1,4 @@
-"""A group of forked processes whose methods are called all together, as drivers of RL frameworks do.
+"""A group of forked processes with methods that are called all together, as drivers of RL frameworks do.
 
     class Actor:
         def __init__(self, size): ...         torch.distributed is initialised: gloo, these ranks alone
@@ -102,7 +102,7 @@ class WorkerGroup:
     def _answers(self) -> list[Any]:
         answers: dict[int, Any] = {}
         while len(answers) < len(self._pipes):
-            # Whoever is there first: the others may wait for one that died.
+            # The one that is there first: the others may wait for one that died.
             waiting = {p.fileno(): r for r, p in enumerate(self._pipes) if r not in answers}
             for ready in wait(waiting):
                 rank = waiting[cast("int", ready)]
@@ -140,8 +140,8 @@ def _serve(
     import torch
     import torch.distributed as dist
 
-    # What was left over before the fork is never collected here: a server whose thread stayed in the
-    # caller waits for it for ever when it is destroyed.
+    # What was left over before the fork is never collected here: a server with a thread that stayed in the
+    # caller hangs on it when it is destroyed.
     gc.freeze()
     # A handler that the caller's imports left would not run while this waits for a rank that died.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -38,7 +38,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]
 
 @pytest.fixture(params=["old", "new"], ids=["old-first", "new-first"])
 def pair(request: pytest.FixtureRequest, hosts: dict[str, Host]) -> Pair:
-    """Each version once as the one that acts, or dies, with the other beside it."""
+    """Each version once as the one that acts, or dies, with the other next to it."""
     other = {"old": "new", "new": "old"}[request.param]
     return Pair(hosts[request.param], hosts[other])
 

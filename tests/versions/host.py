@@ -108,7 +108,7 @@ def claim(run: str, options: Options, *, takeover: str = "auto") -> int:
 
 
 def force(run: str, name: str, label: str, options: Options) -> str:
-    """Take the run from whoever holds it, and save."""
+    """Take the run from its owner, and save."""
     with ckptfs.prepare_run(run, takeover="force", storage_options=options) as held:
         return ckptfs.save(
             state_of(label), f"{run}/{name}", run=held, storage_options=options
@@ -116,7 +116,7 @@ def force(run: str, name: str, label: str, options: Options) -> str:
 
 
 def clear(run: str, name: str, label: str, options: Options) -> str:
-    """Begin the run anew: what is there goes with the first commit."""
+    """Begin the run again: what is there goes with the first commit."""
     with ckptfs.prepare_run(run, mode="overwrite", storage_options=options) as held:
         return ckptfs.save(
             state_of(label), f"{run}/{name}", run=held, storage_options=options
@@ -167,7 +167,7 @@ def manage(
 
 
 def hold(path: str) -> None:
-    """Two named pipes: say that this place was reached, and wait for leave to go on."""
+    """Two named pipes: say that this place was reached, and wait for leave to continue."""
     with open(f"{path}.reached", "wb"):
         pass
     with open(path, "rb"):
@@ -382,7 +382,7 @@ def main(tree: str) -> None:
     pipes: dict[int, int] = {}
     _say({"ready": ckptfs.__file__})
     for request in _requests():
-        if "import" in request:  # what a step has to import, each fork would import anew
+        if "import" in request:  # what a step has to import, each fork would import again
             for module in request["import"]:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(module)

@@ -1,8 +1,8 @@
 """Who dies where, and how what is left is judged: by readers of both versions, then by the other as owner.
 
 scenario   what the other version left in the run, and what the victim was doing when it was killed
-judge      both see the same; it is the old state or the new one; the other goes on as the next
-           owner, both see that; the version of the victim goes on after it
+judge      both see the same; it is the old state or the new one; the other continues as the next
+           owner, both see that; the version of the victim continues after it
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HALVES = frozenset({"write", "create", "replace", "make_dir", "remove_tree", "r
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs lie; fresh gives the URI of one that nobody used."""
+    """Where runs are; fresh gives the URI of an unused one."""
 
     name: str
     fresh: Callable[[], str]
@@ -211,7 +211,7 @@ def points(scenario: Scenario, pair: Pair, place: Place) -> Iterator[Point]:
         yield Point(int(number), "before", op)
         if op in _HALVES:
             yield Point(int(number), "half", op)
-        if op in {"create", "rename"}:  # done, and nobody heard of it
+        if op in {"create", "rename"}:  # done, and without an answer
             yield Point(int(number), "after", op)
 
 
@@ -258,7 +258,7 @@ def die(scenario: Scenario, pair: Pair, place: Place, point: Point) -> str:
     assert left[0] == left[1]
     # Temporary files go by age alone, and here every age will do.
     assert not [f for f in left[0] if f[2] == "goes" and f[0] != "temporary file"], left[0]
-    # And the version of the one that died goes on after that.
+    # And the version of the one that died continues after that.
     do(pair.one, place, run, _save("step_60", "sixty")).get()
     assert same_sight(pair, place, run)["labels"] == {**after["labels"], "step_60": "sixty"}
     if place.name == "file":
@@ -267,7 +267,7 @@ def die(scenario: Scenario, pair: Pair, place: Place, point: Point) -> str:
 
 
 def overtake(scenario: Scenario, pair: Pair, place: Place, point: Point, gate: str) -> None:
-    """Hold ``pair.one`` at this moment, let ``pair.other`` take the run by force, and let it go on."""
+    """Hold ``pair.one`` at this moment, let ``pair.other`` take the run by force, and let it continue."""
     run = prepared(scenario, pair.other, place)
     name, told = scenario.victim
     assert "words" not in told

@@ -1,4 +1,4 @@
-"""This version and the first one in the same runs: what one writes the other reads, and goes on with.
+"""This version and the first one in the same runs: what one writes the other reads and continues.
 
 ``make campaign-versions`` kills either at every storage operation; here it is a choice of them.
 """
@@ -82,7 +82,7 @@ def test_what_one_writes_the_other_reads_and_goes_on_with(
         assert told["restored"][1] == newest[1]
     then = same_sight(pair, place, run)
     assert then["labels"] == {**seen["labels"], "step_8": "eight", "step_9": "nine"}
-    # What the other version pinned stays; what retention lets go is gone for both.
+    # What the other version pinned stays; what retention drops is gone for both.
     thin = {"saves": [[10, "ten"]], "keep_latest": 1}
     do(pair.one, place, run, ("manage", thin)).get()
     last = same_sight(pair, place, run)["labels"]
@@ -113,7 +113,7 @@ def test_objects_stock_readers_copies_and_exports(pair: Pair, place: Place, tmp_
     told = pair.one.do("cli", words=["cp", run, copy, *options], options={})
     assert told["exit"] == 0, told
     assert same_sight(pair, place, copy)["labels"] == {"step_1": "one", "step_2": "two"}
-    # The other finds the copy complete, and goes on with it as with any run.
+    # The other finds the copy complete, and continues it like any run.
     told = pair.other.do("cli", words=["cp", run, copy, *options], options={})
     assert (told["exit"], told["document"]["copied_bytes"]) == (0, 0), told
     do(pair.other, place, copy, ("manage", {"saves": [[3, "three"]], "restore": True})).get()
@@ -171,7 +171,7 @@ def test_the_command_line_of_one_on_the_runs_of_the_other(pair: Pair, place: Pla
 def test_a_living_owner_of_the_other_version_is_left_alone(
     who: str, pair: Pair, place: Place, tmp_path: Path
 ) -> None:
-    """Nobody takes its run, rm and gc are refused; readers read; dead, it is followed at once."""
+    """No job takes its run, rm and gc are refused; readers read; dead, it is followed at once."""
     run, gate = place.fresh(), tmp_path / "gate"
     for path in (gate, Path(f"{gate}.reached")):
         os.mkfifo(path)
@@ -181,7 +181,7 @@ def test_a_living_owner_of_the_other_version_is_left_alone(
     )
     try:
         Path(f"{gate}.reached").read_bytes()  # until it is there
-        # A save beside it, which dies: gc has something to remove.
+        # A save next to it, which dies: gc has something to remove.
         do(pair.other, place, run, ("dying save", {"name": "step_9", "label": "nine"}))
         words = {
             "rm": ["rm", f"{run}/step_1", "--yes"],
@@ -208,7 +208,7 @@ def test_a_living_owner_of_the_other_version_is_left_alone(
 def test_overtaken_in_the_middle_by_the_other_version(
     scenario: str, pair: Pair, place: Place, tmp_path: Path
 ) -> None:
-    """Held at the entry of its seal, robbed by force, let go: it commits nothing after the fence."""
+    """Held at the entry of its seal, robbed by force, released: it commits nothing after the fence."""
     nth = 2 if scenario == "managed" else 1  # a manager's first entry is its own fence
     seal = Point(nth, "before", "create", LOG)
     overtake(SCENARIOS[scenario], pair, place, seal, str(tmp_path / "gate"))
@@ -252,8 +252,8 @@ def test_fenced_before_the_newcomer_has_recovered(
 def test_a_late_remover_gives_another_one_no_trash_again(
     pair: Pair, place: Place, hosts: dict[str, Host], tmp_path: Path
 ) -> None:
-    """Two rm of one checkpoint in a run that nobody holds. One is held before it takes the ``.metadata``,
-    the other before it has begun; an owner comes and takes the first one's trash. The second goes on, and
+    """Two rm of one checkpoint in a run without an owner. One is held before it takes the ``.metadata``,
+    the other before it has begun; an owner comes and takes the first one's trash. The second continues, and
     then the first: it takes no data from under the ``.metadata`` that it did not get.
     """
     if place.name != "file":
@@ -303,7 +303,7 @@ def test_both_write_the_same_words(writer: str, pair: Pair, place: Place) -> Non
         do(host, place, run, ("save", {"name": "step_1", "label": "one"})).get()
         do(host, place, run, step).get()
         words.append(written_words(run, place))
-    # A call lets go at once what it replaced, which the old version left to the next commit: the fields
+    # A call drops at once what it replaced, which the old version left to the next commit: the fields
     # of these entries are compared where both write them, in "clear".
     more = {"entry delete", "entry gone"} if writer == "replace" else set()
     assert words[0].keys() ^ words[1].keys() <= more
@@ -318,7 +318,7 @@ def test_both_write_the_same_words(writer: str, pair: Pair, place: Place) -> Non
 
 
 def written_words(run: str, place: Place) -> dict[str, list[str]]:
-    """Of everything of JSON in a run, by kind: the names of its fields, and the versions that it tells."""
+    """Of everything of JSON in a run, by kind: the names of its fields, and the versions in it."""
     found: dict[str, set[str]] = {}
     with contextlib.closing(open_storage(run, place.options)) as storage:
         for key in json_files(storage, ""):
@@ -375,8 +375,8 @@ def test_killed_at_the_entry_that_decides_and_the_other_goes_on(
 
 @pytest.mark.parametrize("pair", ["old"], ids=["old-first"], indirect=True)
 def test_both_versions_on_an_object_store(pair: Pair, bucket: Place) -> None:
-    """One death on S3, whose seals are conditional puts; all of the others are the campaign's, and those of
-    this version.
+    """One death on S3, with seals that are conditional puts; all of the others are the campaign's, and
+    those of this version.
     """
     die(SCENARIOS["retire"], pair, bucket, Point(3, "after", "create", LOG))
 
@@ -384,7 +384,7 @@ def test_both_versions_on_an_object_store(pair: Pair, bucket: Place) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_campaign_killed_at_every_operation(scenario: str, pair: Pair, place: Place) -> None:
-    """Every death there is, and the commit lies among them."""
+    """Every death there is, and the commit is among them."""
     ends, bad = [], []
     for point in list(points(SCENARIOS[scenario], pair, place)):
         try:
