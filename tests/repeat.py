@@ -78,7 +78,7 @@ def table(rounds: Sequence[Round]) -> str:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes compute in that time; none of them outlives the block."""
+    """So many processes compute during the block; none of them outlives it."""
     loop = [sys.executable, "-c", "while True: pass"]
     running = [subprocess.Popen(loop) for _ in range(processes)]
     try:

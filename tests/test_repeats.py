@@ -1,4 +1,4 @@
-"""No code is there twice: eight lines that are the same in two places are a helper that somebody missed.
+"""No code is repeated: eight lines that are the same in two places are a helper that somebody missed.
 
 Compared are lines of code: comments, docstrings, imports, ``__all__`` and the heads of functions are left out,
 since the parts of one protocol have to look alike there.

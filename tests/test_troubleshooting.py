@@ -78,7 +78,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_error_has_its_entry_and_every_entry_its_error() -> None:
-    """A new class comes with what to do about it; nothing is there that is gone."""
+    """A new class comes with what to do about it; no removed class is listed."""
     assert set(TROUBLES) | NOT_MADE | {BASE} == set(classes())
     for name in {*TROUBLES, *NOT_MADE}:
         assert shown(name).startswith(f"{name}: ")

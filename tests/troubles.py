@@ -34,7 +34,7 @@ def state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def fault(text: str) -> Iterator[None]:
-    """What ``faults+file://`` does in that time."""
+    """What ``faults+file://`` does during the call."""
     os.environ["CKPTFS_TEST_FAULT"] = text
     try:
         yield

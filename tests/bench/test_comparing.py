@@ -34,7 +34,7 @@ def _told(found: Compared) -> list[tuple[str, bool]]:
 
 
 def test_a_result_beside_itself() -> None:
-    """Nothing differs, nothing is missing, and none is faster or slower."""
+    """Nothing differs, nothing is missing, and no engine is faster or slower."""
     found = compare_results(made_result(), made_result())
     assert (found.differences, found.missing, found.slower) == ((), (), ())
     assert len(found.rows) == 66

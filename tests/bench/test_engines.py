@@ -341,7 +341,7 @@ class OfTwo(Solo):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_all_ranks_end_after_the_same_round(tmp_path: Path, late: bool) -> None:
-    """Their clocks differ, so rank 0's decides: else one would wait for a round that no other begins."""
+    """Their clocks differ, so rank 0's decides: else one would wait for a round that no other rank begins."""
     asked = Asked((TargetAsked(str(tmp_path), "x"),), (WorkloadAsked("llm", params=20_000),))
     moved = measure._made(asked.workloads[0], Solo())
     at = measure._AtTarget(asked, OfTwo(late), lambda _: None, Home(asked.targets[0]), moved)
@@ -377,7 +377,7 @@ def test_an_engine_that_loads_something_else_is_no_result(
 
 
 def test_each_round_begins_with_another_engine() -> None:
-    """So that none always comes after the same one."""
+    """So that no engine always comes after the same one."""
     turn = measure._turn
     assert [turn(["a", "b", "c"], n) for n in range(4)] == [
         ["a", "b", "c"],

@@ -66,7 +66,7 @@ class _Reader(HTMLParser):
 
 
 def _small() -> Result:
-    """Little to draw: saves in two places, one kind of load, a loop; no one's memory."""
+    """Little to draw: saves in two places, one kind of load, a loop; no figures of memory."""
     base = made_result()
     return replace(
         base,

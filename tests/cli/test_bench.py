@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused_before_a_byte(cli: Cli, tmp_path: Path) ->
 
 
 def test_a_result_that_cannot_be_written(cli: Cli, tmp_path: Path) -> None:
-    """Said before anything is measured; where the disk goes in that time, the result is kept elsewhere."""
+    """Said before anything is measured; where the disk goes during the run, the result is kept elsewhere."""
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "result.json"
     ran = cli("bench", tmp_path / "run", *TINY, "-e", "raw", "--out", out)

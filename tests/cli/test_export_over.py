@@ -137,7 +137,7 @@ SHARDS = re.compile(r"model(-\d+)?\.safetensors|index\.json")
 
 @pytest.fixture
 def bucket() -> Iterator[Storage]:
-    """An object store that no other has."""
+    """An object store of its own."""
     with contextlib.closing(open_storage(f"{BUCKET}/{uuid.uuid4().hex}", None)) as storage:
         yield storage
 

@@ -179,7 +179,7 @@ def test_a_living_owner_is_left_in_peace(
         before = state_now(hurt)
         ran = cli("gc", hurt.uri, "--delete", *ALL)
         after = state_now(hurt)
-        # Its lease is rewritten in that time, and what the place can do was tried.
+        # Its lease is rewritten during the call, and what the place can do was tried.
         assert {k for k in before if before[k] != after.get(k)} <= {
             ".ckptfs/lease",
             f"{hurt.uri}/.ckptfs",

@@ -47,7 +47,7 @@ def _claimed(session: RunSession) -> None:
 
 
 def _two_saves(layout: rig.Layout, base: str, plan: Plan) -> list[End[Any]]:
-    """step_1 is saved; then step_2, by ranks; the first one meets the plan."""
+    """step_1 is saved, then step_2 by ranks; the first of them meets the plan."""
     rig.values(rig.sessions(layout, base, _save("step_1", "one"), job="j"))
     return rig.sessions(layout, base, _save("step_2", "two"), job="j", plans={0: plan})
 

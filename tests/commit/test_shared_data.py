@@ -121,7 +121,7 @@ def log() -> Log:
 
 
 def test_a_file_goes_with_the_last_save_that_lists_it(log: Log) -> None:
-    """The writer goes first: only what no other lists. The last user takes the rest."""
+    """The writer goes first: only what no other save lists. The last user takes the rest."""
     assert log.not_needed("a") == ("_data/a/trained",)
     log.gone("a")
     assert log.not_needed("c") == ("_data/c/trained",)

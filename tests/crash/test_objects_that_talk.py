@@ -18,7 +18,7 @@ RUN = "rank+file:///site/run"
 
 
 class Board:
-    """Where two ranks meet, by name; who meets no other gets BrokenBarrierError."""
+    """Where two ranks meet, by name; a rank that meets no other gets BrokenBarrierError."""
 
     def __init__(self) -> None:
         self._barriers: dict[str, threading.Barrier] = {}

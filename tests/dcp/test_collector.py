@@ -1,4 +1,4 @@
-"""The collector is held off for our own computing alone, and what others do with it in that time is kept."""
+"""The collector is held off for our own computing alone, and what others do with it during a pause is kept."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def test_torch_is_not_asked_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_torch_that_lays_out_otherwise_is_asked_each_time(
     blind: str, found: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a field of the template was not found, the second frame has it, and no template is used."""
+    """Where a field of the template was not found, the second frame shows it, and no template is used."""
     monkeypatch.setattr(file_layout, blind, found)
     monkeypatch.setattr(file_layout, "_is_right", lambda *_: True)
     for columns in range(1, 200):

@@ -43,7 +43,7 @@ class _NotSavable:
 
 
 def _saves(base: Path, *, is_tight: bool, is_refused: bool) -> list[End[Any]]:
-    """Save under a name that is taken, on a disk that may be full, in ranks; one of them may refuse."""
+    """Save under a name that is taken, on a disk that may be full, by ranks; one of them may refuse."""
     root = base / "run"
 
     def live(control: Control) -> None:

@@ -278,7 +278,7 @@ def test_a_failing_window_stops_the_others_and_gives_nothing_back() -> None:
 
 
 def test_a_window_of_many_items_that_fails_half_way_lets_the_others_go_on() -> None:
-    """Windows of many items take turns; one that is given up in its middle keeps its turn from no other,
+    """Windows of many items take turns; one that is given up in its middle keeps no other from its turn,
     though its error still knows the frames it came through.
     """
     state = {f"w{n}": torch.zeros(3000) for n in range(400)}

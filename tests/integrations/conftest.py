@@ -2,7 +2,7 @@
 
     store    a Store at an unused place: a local directory and S3; where
              CKPTFS_MATRIX is set, all four
-    mode     in addition to ``store``: "sync" or "async". Local and synchronous, S3 and asynchronous; where
+    mode     with ``store``: "sync" or "async". Local and synchronous, S3 and asynchronous; where
              CKPTFS_MATRIX is set, every pair. ``@pytest.mark.modes("sync")``: the framework has one
     cell     with cell("Lightning", store, mode): ...      a cell of the matrix: tried, and how it went
 

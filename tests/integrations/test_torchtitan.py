@@ -432,7 +432,7 @@ def test_plain_uris_are_stocks_too(store: Store) -> None:
 def test_without_any_code_by_the_folder_alone(store: Store, async_mode: str) -> None:
     """checkpoint.folder="ckptfs+...": stock's own manager commits, retains and resumes through it.
 
-    What is not committed is not listed: stock does not count it, and one more stays in that time.
+    What is not committed is not listed: stock does not count it, and one more stays for now.
     """
     plain = store.uri if "://" in store.uri else f"file://{store.uri}"
     job = Job(f"ckptfs+{plain}", stock=True, async_mode=async_mode)

@@ -4,7 +4,7 @@
 
     the program exits           -> so do we, with its status
     we get SIGTERM              -> it gets SIGTERM, SIGKILL after GRACE_S; then whatever it left behind
-    the caller dies, by kill -9 -> the same, and DIRECTORY is removed: no other would
+    the caller dies, by kill -9 -> the same, and DIRECTORY is removed: nothing else would
     we die, by kill -9          -> the kernel kills the program
 
 A death signal alone would not do: it follows the *thread* that started the program, and is lost to

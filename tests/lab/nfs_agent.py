@@ -11,7 +11,7 @@ and its exit hooks run as in any interpreter, and then the kernel takes it, see 
 
 Functions are pickled by name: they are imported here, from the same files, read-only. What they keep (an
 open file, a cached answer of the kernel) stays between calls. Each connection is served by a thread of
-its own, so that one which hangs in a dead mount holds up no other. Inside a machine only.
+its own, so that one which hangs in a dead mount holds up no other connection. Inside a machine only.
 """
 
 from __future__ import annotations

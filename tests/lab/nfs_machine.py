@@ -52,7 +52,7 @@ _WARM = (
 
 
 class Network:
-    """A bridge of its own, seen by no other; ends with ``crew``."""
+    """A bridge of its own, seen by no other program; ends with ``crew``."""
 
     def __init__(self, crew: Crew, names: Sequence[str]) -> None:
         before = crew.pids()

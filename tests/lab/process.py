@@ -7,7 +7,7 @@
         ...
     everything that was started is gone, the directory too
 
-``wait_for`` polls with a deadline; a process that ends in that time, or the deadline, is a ``LabError``
+``wait_for`` polls with a deadline; a process that ends before that, or the deadline, is a ``LabError``
 with the end of every log.
 """
 

@@ -79,7 +79,7 @@ def media(gcs: GcsServer, key: str, **headers: str) -> Answer:
 
 
 def test_of_sixteen_writers_one_wins_and_its_bytes_are_there(gcs: GcsServer) -> None:
-    """ifGenerationMatch=0 lets one of many win, by either API, and no other's bytes appear."""
+    """ifGenerationMatch=0 lets one of many win, by either API, and no other writer's bytes appear."""
     for round_ in range(10):
         key, barrier = f"race/{round_}", threading.Barrier(16)
 

@@ -80,7 +80,7 @@ class Hear:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """Blocks until no other has the turn, and takes it."""
+    """Blocks until no other process has the turn, and takes it."""
 
     turn: str
 

@@ -228,7 +228,7 @@ class _World:
     def _rush(
         self, machine: Machine, node: int, disks: tuple[int, ...], facts: frozenset[Any]
     ) -> tuple[int, tuple[int, ...], frozenset[Any]]:
-        """Take the operations that no other can see."""
+        """Take the operations that no other process can see."""
         while (waiting := machine.op(node)) is not None:
             domain, op = waiting
             if isinstance(op, Tell):

@@ -20,7 +20,7 @@ in a process of its own (``ranks.kill_store()``). Ranks are forked from one proc
 torch once (30 ms each instead of 2 s); ``warm=False`` and ``prefix=`` start real interpreters. With
 ``warm=True`` and the prefix of a ``Node`` (tests/lab/nodes.py) one such process lives there.
 ``torchrun(body, n)`` runs the same bodies under the real launcher and returns the same results; with
-``warm=True`` its agents and their workers are forked as well, and none imports torch.
+``warm=True`` its agents and their workers are forked as well, and no process imports torch.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def test_n4_latest_moves_with_the_commit_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a save is being written, and while it is being sealed, latest is the one before; nothing
-    is deleted; tensors that change in that time change nothing.
+    is deleted; tensors that change during the save change nothing.
     """
     import torch
 

@@ -80,7 +80,7 @@ def _meet(store: Any, ranks: list[int], size: int, timeout_s: float) -> dict[int
 
 
 def test_row23_leftovers_of_an_older_run_let_nobody_pass_alone() -> None:
-    """Every key of a whole earlier run is still there; with one rank missing none passes, and
+    """Every key of a whole earlier run is still there; with one rank missing no rank passes, and
     with all of them all do.
     """
     store = _store()

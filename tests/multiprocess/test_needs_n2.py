@@ -1,4 +1,4 @@
-"""N2: eight processes prepare one run for overwriting, again and again, and none ever fails.
+"""N2: eight processes prepare one run for overwriting, again and again, and no process ever fails.
 
 The processes live through all rounds. The same processes in the same rounds with what scripts do
 instead (every rank removes and makes the directory) fail, so the rounds do meet the race.

@@ -400,7 +400,7 @@ def test_values_of_many_mebibytes_travel_in_chunks() -> None:
 
 @pytest.mark.parametrize("victims", [[2], [0], [1, 2]])
 def test_killed_ranks_are_named_on_every_other_rank_within_seconds(victims: list[int]) -> None:
-    """The pid is seen gone by its node: none waits for the 600 s of silence."""
+    """The pid is seen gone by its node: no rank waits for the 600 s of silence."""
     with launch(step_until_released, 4, args={"victims": victims}) as ranks:
         ranks.wait("ready")
         alive = [n for n in range(4) if n not in victims]
@@ -595,7 +595,7 @@ def test_rank_that_left_and_ended_is_not_reported_as_dead() -> None:
 
 
 def test_ranks_on_different_versions_all_get_the_same_typed_error() -> None:
-    """The handshake names versions and ranks; none opens a control."""
+    """The handshake names versions and ranks; no rank opens a control."""
     with launch(other_version, 3) as ranks:
         results = ranks.results()
     for result in results:

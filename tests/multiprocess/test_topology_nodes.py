@@ -74,7 +74,7 @@ def test_n1_each_node_local_directory_is_made_by_one_process_per_node(tmp_path: 
 
 
 def test_n2_owner_killed_inside_the_step_is_named_by_every_other_rank(tmp_path: Path) -> None:
-    """N2: the owner is SIGKILLed in its mkdir; none waits for the 600 s of silence."""
+    """N2: the owner is SIGKILLed in its mkdir; no rank waits for the 600 s of silence."""
     with launch(die_while_making, 4, args={"run": str(tmp_path)}) as ranks:
         ranks.wait("inside", rank=0)
         ranks.kill(0)

@@ -1,4 +1,4 @@
-"""The server's clock, stopped: what happens in that time happens within one tick, however slow the machine is.
+"""The server's clock, stopped: what happens until it runs again happens within one tick, however slow the machine is.
 
     with stopped(lab): ...        two changes of a directory leave the same time on it, as they do
                                   within 4 or 10 ms on a server that was not tampered with
@@ -33,7 +33,7 @@ def stopped(lab: NfsLab) -> Iterator[None]:
 
 
 def _stop() -> list[int]:
-    """Set the clock back: after a tick before anybody else runs, and whenever no other runs."""
+    """Set the clock back: after a tick before anybody else runs, and whenever no other process runs."""
     now = time.time()
     return [_forked(_set_after_ticks, now), _forked(_set_when_idle, now)]
 

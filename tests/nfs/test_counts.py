@@ -48,7 +48,7 @@ def assert_cheap(lab: NfsLab, *, rounds: int) -> str:
     files = ours.span("CREATE") if lab.version == "3" else ours.span("OPEN", "OPEN_NOATTR")
     assert ours.span("LINK") == (1, 1), shown
     assert made[1] <= 4, shown
-    # The rest is what a lease that is kept in that time costs on a slow machine.
+    # The rest is what a lease that is kept during the saves costs on a slow machine.
     assert files[1] <= 2 * RANKS + 24, shown
     assert ours.span("RENAME")[1] <= 2 * RANKS + 20, shown
     assert ours.span(*NAMES)[1] <= 120, shown

@@ -1,4 +1,4 @@
-"""A rank hangs in the kernel, because its hard mount has lost the server: no other hangs with it.
+"""A rank hangs in the kernel, because its hard mount has lost the server: no other rank hangs with it.
 
 The server is out of reach of client b alone: its line to a, where the store of the job is, works, and its
 heart beats. What a rank on b waits for cannot be interrupted; that of a process's other threads can.

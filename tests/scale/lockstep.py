@@ -6,7 +6,7 @@
     rank 0 runs to its next step -> rank 1 -> ... -> rank n-1 -> rank 0: all are there, it decides,
     reads the answer, and runs to its next step -> rank 1 reads the answer, ...
 
-A rank is a thread, and exactly one of them runs: a step costs one switch per rank, none is woken for
+A rank is a thread, and exactly one of them runs: a step costs one switch per rank, no rank is woken for
 nothing, and what the ranks do to storage comes in the order of their numbers, the same every time. So
 counts are exact, and races are never seen (``simulate`` is for those). Values and errors go through
 the codec of the real control plane, and its sizes are what is counted. The answer is decoded once and

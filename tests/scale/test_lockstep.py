@@ -57,7 +57,7 @@ def test_a_failure_and_an_early_end_reach_all() -> None:
 
 
 def test_a_value_that_cannot_be_pickled_is_its_ranks_failure() -> None:
-    """As between processes: all learn which rank it was, and none raises anything else."""
+    """As between processes: all learn which rank it was, and raise nothing else."""
 
     def work(control: Control) -> None:
         control.step("tell", lambda: threading.Lock() if control.rank == 1 else None)

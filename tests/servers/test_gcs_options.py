@@ -216,7 +216,7 @@ def test_what_gcsfs_takes_for_its_caches_changes_nothing() -> None:
 
 
 def test_what_gcsfs_alone_knows_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newer gcsfs has options that are not in our table: they reach it, and no other."""
+    """A newer gcsfs has options that are not in our table: they reach it, and no other client."""
 
     class Newer(gcsfs.core.GCSFileSystem):  # type: ignore[misc]
         def __init__(self, *, newer: object = None, **kwargs: Any) -> None:

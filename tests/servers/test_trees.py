@@ -107,7 +107,7 @@ def test_a_run_on_it(kind: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("kind", ["sftp", "ftp", "webdav"])
 def test_threads_share_a_client(kind: str, request: pytest.FixtureRequest) -> None:
-    """Eight of them write and read at once: none gets another's answer."""
+    """Eight of them write and read at once: no client gets another's answer."""
     server: Server = request.getfixturevalue(kind)
     wrong: list[int] = []
     with closing(open_storage(server.fresh("threads"), server.storage_options())) as storage:

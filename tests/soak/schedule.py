@@ -58,7 +58,7 @@ class Life:
 
 
 def schedule(seed: int, *, ranks: int) -> Iterator[Life]:
-    """Lives without end; each saves 3 to 20 times, if none dies early."""
+    """Lives without end; each saves 3 to 20 times, if no rank dies early."""
     chance = random.Random(seed)
     while True:
         count = chance.randint(3, 20)

@@ -1,4 +1,4 @@
-"""What a copy meets at its target, and what its source loses in that time: known before it is too late."""
+"""What a copy meets at its target, and what its source loses during the copy: known before it is too late."""
 
 from __future__ import annotations
 

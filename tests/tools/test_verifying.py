@@ -1,4 +1,4 @@
-"""``verify`` as a function: what the storage cannot read, what is deleted in that time, what is shared."""
+"""``verify`` as a function: what the storage cannot read, what is deleted during the call, what is shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections to a store are kept for the next client, and for no other."""
+"""Connections to a store are kept for the next client, and for no other use."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_after_an_odd_error_a_wait_holds_up_nobody(relay: Relay) -> None:
 
 
 def test_a_client_that_slept_does_not_use_what_was_cut_meanwhile(relay: Relay) -> None:
-    """A firewall closes the connection that all threads share while none speaks: neither a new client
+    """A firewall closes the connection that all threads share while no thread speaks: neither a new client
     nor one that used it before fails for that.
     """
     store = client_of(relay)

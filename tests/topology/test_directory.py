@@ -36,7 +36,7 @@ def test_n1_node_local_directories_are_made_by_one_process_per_node(tmp_path: Pa
 
 
 def test_shared_directory_is_made_by_its_owner_and_confirmed_once_per_node(tmp_path: Path) -> None:
-    """The owner makes it, the other node's lead names it once, no other does; no token stays."""
+    """The owner makes it, the other node's lead names it once, no other rank does; no token stays."""
     calls = Calls()
 
     def body(control: Control) -> None:

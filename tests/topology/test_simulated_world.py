@@ -149,7 +149,7 @@ def test_unpicklable_value_fails_as_between_processes() -> None:
 
 
 def test_an_interrupted_coordinator_frees_the_other_ranks() -> None:
-    """Ctrl-C in rank 0's part of a step: no other would decide, so the others learn it at once."""
+    """Ctrl-C in rank 0's part of a step: no other rank would decide, so the others learn it at once."""
 
     def work(control: Control) -> list[None]:
         def local() -> None:
