@@ -3,7 +3,7 @@
 # /scratch, a network, the kernel's NFS server or what a client needs, then the agent.
 #
 # From the kernel's command line: lab_role=server|client lab_name=a lab_ip=10.77.0.2 lab_root=DIR (where the
-# Debian packages were unpacked) lab_binds=DIR:DIR (what lies in no plain place) lab_python, lab_repository.
+# Debian packages were unpacked) lab_binds=DIR:DIR (what is in no plain place) lab_python, lab_repository.
 PATH=/usr/sbin:/usr/bin:/sbin:/bin:$lab_root/usr/sbin:$lab_root/sbin:$lab_root/usr/bin
 export PATH HOME=/root
 busybox=$lab_root/bin/busybox

@@ -58,7 +58,7 @@ use = egg:swift#catch_errors
 [filter:gatekeeper]
 use = egg:swift#gatekeeper
 [filter:cache]
-# Nobody listens there: what is not cached is asked.
+# No server listens there: what is not cached is asked.
 use = egg:swift#memcache
 memcache_servers = 127.0.0.1:1
 [filter:listing_formats]
