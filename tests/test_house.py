@@ -90,6 +90,8 @@ DIALECT_OF_PROSE = re.compile(
 )
 # Pages that are made: docs/reference/public.md comes from docstrings.
 MADE = frozenset({"docs/reference/public.md"})
+# Folders next to the package with docstrings and comments that avoid the same words.
+AROUND = ("benchmarks", "examples", "tests")
 
 LIMITS = {
     "modules that are too many in their folder": 6,
@@ -101,6 +103,9 @@ LIMITS = {
     "words of a dialect in docstrings": 4,
     "words of a dialect in comments": 0,
     "words of a dialect in pages": 0,
+    "words of a dialect in docstrings around the package": 0,
+    "words of a dialect in comments around the package": 0,
+    "words of a dialect in the Makefile": 0,
 }
 
 # Modules that one save and one load of a single process pass; the goal is 30 and 20.
@@ -113,6 +118,7 @@ def figures(package: Path) -> dict[str, list[str]]:
     """Return what breaks each rule, one item per offence."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
     modules = [path for path in trees if path.name != "__init__.py"]
+    around = [path for name in AROUND for path in sorted((package.parent / name).rglob("*.py"))]
     return dict(
         zip(
             LIMITS,
@@ -123,9 +129,12 @@ def figures(package: Path) -> dict[str, list[str]]:
                 _repeated((path.stem, str(path)) for path in modules),
                 _repeated((name, str(path)) for path in trees for name in _classes(trees[path])),
                 list(_dialect(trees)),
-                list(_dialect_of_docstrings(trees)),
+                list(_dialect_of_docstrings(trees.items())),
                 list(_dialect_of_comments(trees)),
                 dialect_of_pages(package.parent),
+                list(_dialect_of_docstrings((p, ast.parse(p.read_text())) for p in around)),
+                list(_dialect_of_comments(around)),
+                list(_dialect_of_makefile(package.parent / "Makefile")),
             ),
             strict=True,
         )
@@ -189,8 +198,8 @@ def _words(identifier: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)]
 
 
-def _dialect_of_docstrings(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    for path, tree in trees.items():
+def _dialect_of_docstrings(trees: Iterable[tuple[Path, ast.Module]]) -> Iterator[str]:
+    for path, tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | Definition):
                 for word in dialect_in(ast.get_docstring(node) or ""):
@@ -206,9 +215,19 @@ def _dialect_of_comments(paths: Iterable[Path]) -> Iterator[str]:
                         yield f"{path}, line {token.start[0]}: {word}"
 
 
+def _dialect_of_makefile(makefile: Path) -> Iterator[str]:
+    """Its comments, and what it prints: a recipe names variables and files."""
+    lines = makefile.read_text().splitlines() if makefile.exists() else []
+    for number, line in enumerate(lines, 1):
+        said = re.match(r"\s*#(.*)|\t@echo \"(.*)\"$", line)
+        for word in dialect_in((said[1] or said[2] or "") if said else ""):
+            yield f"{makefile}, line {number}: {word}"
+
+
 def dialect_of_pages(root: Path) -> list[str]:
     """Return each word of the dialect in the pages below root, with its page."""
-    pages = [*root.glob("README.md"), *root.glob("CONTRIBUTING.md"), *(root / "docs").rglob("*.md")]
+    below = [page for name in ("docs", *AROUND, ".github") for page in (root / name).rglob("*.md")]
+    pages = [*root.glob("*.md"), *below]
     named = {page.relative_to(root).as_posix(): page for page in sorted(pages)}
     return [
         f"{name}: {word}"
@@ -319,6 +338,7 @@ SIXTEEN = {f"low__m{number}": "" for number in range(MAX_MODULES + 1)}
         (5, {"a": "def look_aside(seat): ...\nclass BareRoom: ...\n"}, 4),
         (5, {"a": "def roommate(override): ...\n"}, 0),
         (6, {"a": '"""Nobody."""\ndef f(): "What lies beside."\nclass C: "`told`"\n'}, 3),
+        (7, {"a": "x = 1  # nobody reads it\ny = 'told'\n"}, 1),
     ],
 )
 def test_each_offence_is_counted(
@@ -327,6 +347,38 @@ def test_each_offence_is_counted(
     """Of each kind, planted in a small package."""
     found = list(figures(_package(tmp_path, **sources)).values())
     assert len(found[rule]) == count
+
+
+@pytest.mark.parametrize(
+    ("rule", "file", "text", "count"),
+    [
+        (8, "README.md", "Nobody.\n", 1),
+        (8, "CHANGELOG.md", "* It goes\n  on.\n", 1),
+        (8, "SECURITY.md", "Whoever reports.\n", 1),
+        (8, "docs/guide/a.md", "What lies there.\n", 1),
+        (8, "docs/reference/public.md", "told\n", 0),
+        (8, "benchmarks/README.md", "| what | beside |\n", 1),
+        (9, "tests/low/test_a.py", 'def test_a():\n    """Nobody is told."""\n', 2),
+        (9, "benchmarks/a.py", '"""ckptfs beside stock."""\n', 1),
+        (9, "examples/demo/a.py", 'class A:\n    """``told``, whose."""\n', 1),
+        (10, "tests/a.py", "told = 1  # told\n# nobody\n", 2),
+        (10, "benchmarks/a.py", "# whose\n", 1),
+        (10, "examples/a.py", 'x = "# whose"\n', 0),
+        (11, "Makefile", "# Made anew.\na: beside\n\trm -f $$beside\n", 1),
+        (11, "Makefile", 'help:\n\t@echo "make a    anew (ROWS=\\"told\\")"\n', 1),
+    ],
+)
+def test_words_are_found_around_the_package(
+    tmp_path: Path, rule: int, file: str, text: str, count: int
+) -> None:
+    """In each place where prose is held, planted next to a package without an offence."""
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    found = figures(_package(tmp_path, a="x = 1\n"))
+    assert [len(items) for items in found.values()] == [
+        count if n == rule else 0 for n in range(len(LIMITS))
+    ]
 
 
 @pytest.mark.parametrize("way", WAYS)
