@@ -51,7 +51,7 @@ def at_server(
         "moto": lab.moto,
     }
     engines = [one for one in engines if find_spec(NEEDS.get(one, "ckptfs"))]
-    # It fails on radosgw 16.2, and takes no authority.
+    # It fails on radosgw 16.2, and cannot be given an authority.
     engines = [e for e in engines if e != "s3torchconnector" or name in ("moto", "sink")]
     with starting[name]() as server, _checksums(name), _delayed(server, delay_s) as delayed:
         told = server.storage_options(**delayed, **(options or {}), concurrency=AT_ONCE)

@@ -99,7 +99,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_an_empty_or_new_place_is_nothing(place: Place, reader: str) -> None:
-    """Where no writer was yet there is nothing, and that is no error."""
+    """Where nothing was written yet there is nothing, and that is no error."""
     assert READERS[reader](place.run, place.options) is None
     if place.kind == "file":
         Path(place.run).mkdir()
@@ -108,7 +108,7 @@ def test_an_empty_or_new_place_is_nothing(place: Place, reader: str) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_bucket_that_is_not_there_is_an_error(place: Place, reader: str) -> None:
-    """It looks like an empty run to no caller: the error names it."""
+    """It never looks like an empty run: the error names it."""
     if not place.nowhere:
         pytest.skip("has no buckets")
     with pytest.raises(ckptfs.NotFoundError, match="no-such-bucket") as caught:

@@ -98,7 +98,7 @@ def _apart(rank: Rank, place: Path) -> Path:
 
 
 def _one_late(rank: Rank, late: int, args: Any, *callbacks: Any) -> tuple[Any, Any]:
-    """A Trainer; its rank ``late`` writes its last files when the other one is in on_save."""
+    """A Trainer with a rank ``late`` that writes its last files when the other one is in on_save."""
     from transformers import Trainer, TrainerCallback
 
     key = f"{args.output_dir.split('/')[-2]}-in-on-save"

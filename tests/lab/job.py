@@ -71,7 +71,7 @@ class Process(Protocol):
 
 
 class Machine(Protocol):
-    """Something that can start a process. address: where the others reach it; interface: of that address."""
+    """Something that can start a process. address: where the others reach it; interface: the one of that address."""
 
     name: str
     address: str

@@ -34,7 +34,7 @@ class Private:
 
 @dataclass(frozen=True)
 class Shared:
-    """A directory that every node with this name in its table sees."""
+    """A directory for every node that has this name in its table."""
 
     name: str = "shared"
 

@@ -57,7 +57,7 @@ time.sleep(300)
 
 
 def test_daemons_of_a_server_go_with_it() -> None:
-    """What a program of the crew started and left alone is stopped with it."""
+    """What a program of the crew started and detached is stopped with it."""
     with Crew("family") as crew:
         crew.start("family", [sys.executable, "-c", FAMILY])
         log = crew.run_dir / "family.log"

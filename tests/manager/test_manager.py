@@ -228,7 +228,7 @@ def test_a_new_owner_lets_go_before_its_first_save(tmp_path: Path) -> None:
 
 
 def test_what_was_restored_stays_until_it_has_a_successor(tmp_path: Path) -> None:
-    """A job that went back keeps that step and what is further, and then what is behind it."""
+    """A job that went back keeps that step and what is further; its next save removes what is behind it."""
     with CheckpointManager(tmp_path) as first:
         for step in (1, 2, 3, 4):
             first.save(step, _state(step))

@@ -329,7 +329,7 @@ def test_ranks_that_wait_differently_long_stay_in_step(tmp_path: Path, held: Hol
 
 
 def test_a_manager_that_could_not_begin_may_try_again(tmp_path: Path) -> None:
-    """What fails between the claim and the first save gives the run back: no other owner holds it."""
+    """What fails between the claim and the first save gives the run back: no one holds it then."""
     refused = Fail(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     for read in (7,):  # the first of the copies, when the run is claimed
         run = tmp_path / f"run_{read}"

@@ -1,4 +1,4 @@
-"""The oracle: what a set of run logs means, written again and small enough to be believed.
+"""The oracle: what a set of run logs means, written a second time and small enough to be believed.
 
 A save of parts is sealed by its home alone, and by no other; the same seal in another domain is
 recorded there, after the home's, and decides nothing. A part is promised from its entry on; the promise

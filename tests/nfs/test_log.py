@@ -1,7 +1,7 @@
 """The run log over NFS: two clients append, fold and fence at once; answers are lost; caches are stale.
 
 The judge is the server's own disk: a log without gaps, every entry whole, every acknowledged append
-exactly where its writer was informed that it is.
+exactly where its writer was promised that it is.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def test_a_read_that_fails_waits_for_the_threads_that_help(raised: type[BaseExce
                 assert helping.wait(120)
                 raise raised("broken")
             helping.set()
-            returned.wait(0.5)  # a read that waits for this thread cannot return before
+            returned.wait(0.5)  # a read that waits for this thread cannot return earlier
             late.append(returned.is_set())
             super().get_range(key, offset, out, etag)
 
@@ -241,7 +241,7 @@ def test_a_second_interrupt_waits_for_the_threads_that_help() -> None:
             assert looked.wait(120)
             late.append(
                 returned.wait(0.5)
-            )  # a read that waits for this thread cannot return before
+            )  # a read that waits for this thread cannot return earlier
             super().get_range(key, offset, out, etag)
 
     class Interrupting(Threads):

@@ -192,7 +192,7 @@ def test_the_line_does_not_wait_for_the_end_of_a_pause(caplog: pytest.LogCapture
 
 
 def test_a_short_trouble_is_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """Two busy answers within three seconds cause no message, nor is a deadline that is shorter."""
+    """Two busy answers within three seconds cause no message, nor does a shorter deadline."""
     with caplog.at_level(logging.WARNING):
         assert FakeTime().retrier(Retrier("http://host")).run(failing(busy(), busy())) == "answer"
         with pytest.raises(TransientError):

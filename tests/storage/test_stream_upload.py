@@ -127,7 +127,7 @@ def test_a_last_part_in_pieces_is_sent_from_where_it_lies() -> None:
 
 
 def test_one_thread_may_bring_parts_in_any_order() -> None:
-    """No other brings what is before them: they wait as copies."""
+    """No other thread brings what is before them: they wait as copies."""
     seen: list[bytes] = []
 
     def send(parts: Iterator[Any]) -> str | None:

@@ -163,7 +163,7 @@ def test_a_server_that_ignores_ranges_sends_a_file_once(tmp_path: Path, serve: S
 
 
 def test_what_a_server_does_not_tell(tmp_path: Path, serve: Serve) -> None:
-    """A file that went is NotFoundError, and one with a length that the server does not say is refused by name."""
+    """A file that went is NotFoundError, and one without a length from the server is refused by name."""
     for name in ("gone", "unsized"):
         (tmp_path / name).write_bytes(b"0123456789")
     place = open_storage(serve(tmp_path, ranges=True).url)
