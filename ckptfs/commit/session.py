@@ -23,7 +23,7 @@ from ckptfs.commit.ownership.background_owner import Background
 from ckptfs.commit.paths import CONTROL, HINT, LOG, log_key, step_in
 from ckptfs.commit.save.spec import checked_step, fresh_ids, now_text
 from ckptfs.commit.state import unsent
-from ckptfs.control.control import Control, open_control
+from ckptfs.control.control import Control, open_control, step_keeping
 from ckptfs.control.messages import Stage
 from ckptfs.errors import CollectiveError, NotFoundError, StateError, UriError
 from ckptfs.storage.base import Capabilities, Shape, Storage
@@ -339,17 +339,15 @@ def open_session(
     process already has at the run.
     """
     _refuse_private_memory(control, run_uri)
-    opened = []
+    with contextlib.ExitStack() as stack:
 
-    def open_here() -> None:
-        opened.append(open_storage(run_uri, place.storage_options))
+        def open_here() -> tuple[None, Storage]:
+            storage = open_storage(run_uri, place.storage_options)
+            stack.callback(storage.close)  # also if another rank could not open its own
+            return None, storage
 
-    try:
-        control.step("open", open_here)
-        yield start_session(control, opened[0], place, write=write, common=common)
-    finally:
-        for storage in opened:  # also if another rank could not open its own
-            storage.close()
+        _, storage = step_keeping(control, "open", open_here, lambda _: None)
+        yield start_session(control, storage, place, write=write, common=common)
 
 
 def _refuse_private_memory(control: Control, uri: Uri) -> None:

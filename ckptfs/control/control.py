@@ -52,12 +52,14 @@ __all__ = [
     "default_timeout_s",
     "hearing",
     "open_control",
+    "step_keeping",
     "step_of_stages",
     "timeout_of",
 ]
 
 T = TypeVar("T")
 R = TypeVar("R")
+K = TypeVar("K")
 
 
 class Control(Protocol):
@@ -188,6 +190,34 @@ class SoloControl:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def step_keeping(
+    control: Control, label: str, local: Callable[[], tuple[T, K]], decide: Callable[[list[T]], R]
+) -> tuple[R, K]:
+    """Take a step, and return what ``local`` made on this rank with the answer. Collective.
+
+    Args:
+        control: The control plane.
+        label: What is being done; equal on all ranks.
+        local: Returns the value to send, and a value of any type that stays on this rank.
+        decide: As for ``Control.step``.
+
+    Returns:
+        The answer of the step, and the value that stays.
+
+    Raises:
+        CkptfsError: As ``Control.step``. The value that stays is lost then.
+    """
+    kept: K
+
+    def send() -> T:
+        nonlocal kept
+        sent, kept = local()
+        return sent
+
+    answer = control.step(label, send, decide)
+    return answer, kept
 
 
 def step_of_stages(control: Control, label: str, stages: Sequence[Stage]) -> list[Any]:

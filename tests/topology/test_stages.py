@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 
-from ckptfs.control.control import Control, SoloControl, step_of_stages
+from ckptfs.control.control import Control, SoloControl, step_keeping, step_of_stages
 from ckptfs.control.messages import Stage, apart
 from ckptfs.errors import CkptfsError, CollectiveError, StateError, StorageError
 from ckptfs.testing.world import simulate
@@ -114,3 +115,20 @@ def test_an_interrupt_is_raised_on_its_own_rank_alone() -> None:
     assert isinstance(ends[1].error, KeyboardInterrupt)
     assert isinstance(ends[0].error, CollectiveError)
     assert list(ends[0].error.failures) == [1]
+
+
+def test_what_a_rank_keeps_is_not_sent() -> None:
+    """Each rank gets the common answer, and its own value, which could not be pickled."""
+
+    def body(control: Control) -> tuple[int, Any]:
+        own = threading.Lock()
+
+        def local() -> tuple[int, threading.Lock]:
+            return control.rank, own
+
+        answer, kept = step_keeping(control, "keep", local, len)
+        assert kept is own
+        return answer, type(kept)
+
+    for end in simulate(3, body, nodes=["a", "b", "c"]):
+        assert end.get() == (3, type(threading.Lock()))

@@ -34,6 +34,7 @@ from ckptfs.commit.save.sealing import seal_everywhere
 from ckptfs.commit.save.spec import SaveSpec, fresh_ids, fresh_save_id
 from ckptfs.commit.session import RunSession, View
 from ckptfs.commit.state import committed, part_name, promised_here
+from ckptfs.control.control import step_keeping
 from ckptfs.control.messages import Stage
 from ckptfs.control.world import World
 from ckptfs.errors import CommitConflictError, FencedError, StateError
@@ -173,23 +174,22 @@ def apply_everywhere(session: RunSession, word: HomeWord) -> LogState | None:
     Returns the owner's fold, and None on other ranks. Errors as for ``apply_word``.
     """
     domain, stamp = session.placement.mine.id, session.stamp()
-    after: list[LogState] = []
 
-    def here() -> FencedError | None:
+    def here() -> tuple[FencedError | None, LogState | None]:
         if not session.placement.is_owner:
-            return None
+            return None, None
         program = apply_word(word, domain, session.caps, ids=fresh_ids(), stamp=stamp)
         try:
-            after.append(drive(program, session.storage))
+            state = drive(program, session.storage)
         except FencedError as error:
             error.uri = str(session.storage.root)
-            return error  # a value, so that it is raised as its type on all ranks
+            return error, None  # a value, so that it is raised as its type on all ranks
         if domain != word.home:
             session.touch_log_later()
-        return None
+        return None, state
 
-    session.control.step("heed", here, _raise_first)
-    return after[0] if after else None
+    _, state = step_keeping(session.control, "heed", here, _raise_first)
+    return state
 
 
 def _raise_first(errors: Sequence[FencedError | None]) -> None:

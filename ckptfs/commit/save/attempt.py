@@ -180,6 +180,7 @@ class Attempt:
         call = 'save(if_exists="replace")' if spec.if_exists is IfExists.REPLACE else "a save"
         self._caller = caller or Caller(call, for_call=True, wait_s=spec.wait_s)
         self._manifest: Manifest | None = None  # the coordinator's
+        self._files: dict[str, SmallFile] = {}  # the coordinator's, if it is the only owner
 
     # -- what the writer of files needs -------------------------------------------------
 
@@ -553,14 +554,13 @@ class Attempt:
                 prepare_run settles it.
         """
         control = self.session.control
-        small: dict[str, SmallFile] = {}
         here = self.storage.uri(self.spec.name)
         with naming(here), self._fenced_rather_than_missing():
             gathered, received = control.step(
-                "write", write, lambda parts: self._apart(self._gather(parts, finish, small))
+                "write", write, lambda parts: self._apart(self._gather(parts, finish))
             )
             started = time.perf_counter()
-            files = small or received or {}
+            files = self._files or received or {}
             control.step("prepare", lambda: self._prepare(files))
         seal = seal_of_plan(self._planned, self.spec, gathered.digest, gathered.origins)
         self._seal_tried = True
@@ -618,7 +618,6 @@ class Attempt:
         self,
         parts: list[WrittenPart],
         finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
-        small: dict[str, SmallFile],
     ) -> Gathered:
         files = dict(finish(parts))
         manifest = manifest_of(
@@ -630,7 +629,7 @@ class Attempt:
         counters = tuple(part.counters for part in parts)
         digest, origins = digest_of(encoded), origins_of(manifest)
         if len(self._planned.domains) == 1 and self._owner:
-            small.update(files)  # the coordinator is the only owner: nothing large has to be sent
+            self._files = files  # the coordinator is the only owner: nothing large has to be sent
             return Gathered(digest, {}, counters, origins)
         return Gathered(digest, files, counters, origins)
 

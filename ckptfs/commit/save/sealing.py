@@ -25,6 +25,7 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.paths import AttemptKeys
 from ckptfs.commit.save.owner_steps import record_abort, undo
 from ckptfs.commit.session import RunSession
+from ckptfs.control.control import step_keeping
 from ckptfs.errors import (
     CkptfsError,
     CollectiveError,
@@ -110,19 +111,18 @@ def seal_everywhere(
         CommitInDoubtError: An answer or a rank was lost. The next begin or prepare_run settles it.
     """
     where = session.storage.uri(seal.name)
-    after: list[LogState] = []
 
-    def local() -> _Answer | None:
+    def local() -> tuple[_Answer | None, LogState | None]:
         if not session.placement.is_owner:
-            return None
-        return _append(session, seal, means, state, after, decide=decide)
+            return None, None
+        return _append(session, seal, means, state, decide=decide)
 
     try:
-        verdict = session.control.step("seal", local, _judge)
+        verdict, after = step_keeping(session.control, "seal", local, _judge)
     except (CollectiveError, ControlPlaneLostError, DeadlineError) as error:
         raise lost_while_sealing(seal.name, where, error) from error
     if verdict.what is _What.SEALED:
-        return after[0] if after else None
+        return after
     if verdict.what is _What.IN_DOUBT:
         raise CommitInDoubtError(
             f"domain {verdict.domain} gave no definite answer: {verdict.message}",
@@ -131,7 +131,7 @@ def seal_everywhere(
         )
     if may_try_again and verdict.what is _What.CONFLICT and not verdict.is_sealed:
         raise NameConflict(verdict.message, uri=where)
-    sealed_here = bool(after) and after[0].save(seal.save_id).seal is not None
+    sealed_here = after is not None and after.save(seal.save_id).seal is not None
     _undo_everywhere(session, keys, seal, means, sealed_here=sealed_here)
     raise _failure(verdict, seal, where)
 
@@ -150,26 +150,27 @@ def _append(
     seal: Seal,
     means: Means,
     state: LogState | None,
-    after: list[LogState],
     *,
     decide: Callable[[LogState], Body | Refused[Refusal]],
-) -> _Answer:
+) -> tuple[_Answer, LogState | None]:
+    """Append the seal to this log. Returns the answer, and the log after it if it could be read."""
     try:
         outcome = drive(append_here(decide, means, state), session.storage)
     except CommitInDoubtError as error:
-        return _Answer(means.domain, _What.IN_DOUBT, str(error))
+        return _Answer(means.domain, _What.IN_DOUBT, str(error)), None
     except (StorageError, ManifestError) as error:
         # There is a damaged entry before ours: nothing was appended after it.
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         rank, node = session.control.rank, session.control.world.node
         failure = Failure(rank, node, kind, str(error), getattr(error, "errno", None))
-        return _Answer(means.domain, _What.FAILED, str(error), failure)
-    after.append(outcome.state)
+        return _Answer(means.domain, _What.FAILED, str(error), failure), None
+    after = outcome.state
     if isinstance(outcome, Appended):
-        return _Answer(means.domain, _What.SEALED)
+        return _Answer(means.domain, _What.SEALED), after
     if outcome.reason in (Refusal.FENCED, Refusal.ABORTED):
-        return _Answer(means.domain, _What.FENCED, _who(outcome.state.fence))
-    return _Answer(means.domain, _What.CONFLICT, f"{seal.name} was committed during this save")
+        return _Answer(means.domain, _What.FENCED, _who(after.fence)), after
+    conflict = f"{seal.name} was committed during this save"
+    return _Answer(means.domain, _What.CONFLICT, conflict), after
 
 
 def _judge(answers: Sequence[_Answer | None]) -> _Answer:

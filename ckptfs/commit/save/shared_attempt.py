@@ -371,10 +371,9 @@ class ResumableAttempt(Attempt):
         self,
         parts: list[WrittenPart],
         finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
-        small: dict[str, SmallFile],
     ) -> Gathered:
-        gathered = super()._gather(parts, finish, small)
-        encoded = small[MANIFEST]
+        gathered = super()._gather(parts, finish)
+        encoded = self._files[MANIFEST]
         if not isinstance(encoded, bytes):
             raise TypeError("one domain has one manifest")
         exclusive = self._means.caps.exclusive_create
@@ -390,7 +389,7 @@ class ResumableAttempt(Attempt):
                 hint="finish it with that version, or remove what is left of it: ckptfs gc "
                 "--delete",
             )
-        small[MANIFEST] = stored
+        self._files[MANIFEST] = stored
         digest, origins = digest_of(stored), origins_of(manifest)
         return dataclasses.replace(gathered, digest=digest, origins=origins)
 
