@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +163,7 @@ class Point:
     pattern: str = "*:*"
 
     def __str__(self) -> str:
-        return f"{self.when} operation {self.nth}, {self.op}"
+        return f"{self.when} {self.op} {self.nth}"
 
     @property
     def fault(self) -> str:
@@ -204,15 +205,18 @@ def points(scenario: Scenario, pair: Pair, place: Place) -> Iterator[Point]:
         do(pair.one, place, run, scenario.victim, trace=str(trace)).get()
         (file,) = Path(directory).iterdir()
         lines = file.read_text().splitlines()
+    met: Counter[str] = Counter()
     for line in lines:
-        number, op, _ = line.split(" ", 2)
-        if op == "touch":  # of a timer: at no fixed place in the order
+        _, op, _ = line.split(" ", 2)
+        # A touch is of a timer, at no fixed place, so each kind of operation is counted by itself.
+        if op == "touch":
             continue
-        yield Point(int(number), "before", op)
+        met[op] += 1
+        yield Point(met[op], "before", op, f"{op}:*")
         if op in _HALVES:
-            yield Point(int(number), "half", op)
+            yield Point(met[op], "half", op, f"{op}:*")
         if op in {"create", "rename"}:  # done, and without an answer
-            yield Point(int(number), "after", op)
+            yield Point(met[op], "after", op, f"{op}:*")
 
 
 def same_sight(pair: Pair, place: Place, run: str) -> dict[str, Any]:
