@@ -94,11 +94,11 @@ MADE = frozenset({"docs/reference/public.md"})
 AROUND = ("benchmarks", "examples", "tests")
 
 LIMITS = {
-    "modules that are too many in their folder": 6,
+    "modules that are too many in their folder": 3,
     "modules that are too long": 0,
     "modules that one neighbour alone imports": 28,
     "file names that stand in several folders": 10,
-    "class names that are defined in several modules": 72,
+    "class names that are defined in several modules": 71,
     "identifiers with a word of no field": 71,
     "words of a dialect in docstrings": 4,
     "words of a dialect in comments": 0,
