@@ -83,6 +83,7 @@ def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) 
                 "cold",
                 "memory",
                 "stall",
+                "first",
                 "latency",
                 "fixed",
                 "copy",
@@ -255,6 +256,7 @@ def test_the_floors_are_those_that_were_set() -> None:
         ),
         ("stall", "a bare copy's time", "stall", 1.3, 1.1),
         ("stall", "less than DCP's best", "stall", 2.5, 5.0),
+        ("first", "a synchronous save's time", "stall", 1.1, 1.0),
         ("copy", "cp -r's time, a copy", "save", 1.5, 1.5),
         ("copy", "cp -r's time, an export", "save", 2.0, 2.0),
         *(

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import copying, fixed, history, planner, readers, stall, tables
+from benchmarks import copying, first_call, fixed, history, planner, readers, stall, tables
 from benchmarks.floors.claims import BOTH, DCP, OURS, PEERS
 from benchmarks.servers import at_server
 from ckptfs.bench.messages import Asked, WorkloadAsked
@@ -212,6 +212,7 @@ ROWS: Mapping[str, Callable[[Sizes], Result]] = {
     "stall": lambda s: stall.measured(
         s.size_bytes, s.pairs, within=s.directory, device=s.device, steps=s.steps
     ),
+    "first": lambda s: first_call.measured(s.size_bytes, s.pairs, within=s.directory),
     "planner": lambda s: planner.measured(s.worlds, s.tensors, s.pairs),
     # Loopback, without TLS: what a client costs. The sink keeps it in memory, on the same cores.
     "s3": AtServer("sink"),
