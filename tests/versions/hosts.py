@@ -84,6 +84,12 @@ class Child:
         """SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is dead, and on the process table until ``end`` takes it off."""
+        state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+        return state.split()[0] == "Z"
+
     @functools.cached_property
     def end(self) -> End:
         """How it ended; waits, and takes it off the process table."""

@@ -7,7 +7,6 @@ judge      both see the same; it is the old state or the new one; the other cont
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.versions.hosts import End, Host
+from tests.versions.hosts import Child, End, Host
 
 __all__ = [
     "SCENARIOS",
@@ -270,8 +269,11 @@ def die(scenario: Scenario, pair: Pair, place: Place, point: Point) -> str:
     return "old" if labels == scenario.old else "new"
 
 
-def overtake(scenario: Scenario, pair: Pair, place: Place, point: Point, gate: str) -> None:
-    """Hold ``pair.one`` at this moment, let ``pair.other`` take the run by force, and let it continue."""
+def overtake(scenario: Scenario, pair: Pair, place: Place, point: Point, gate: str) -> bool:
+    """Hold ``pair.one`` at this moment, let ``pair.other`` take the run by force, and let it continue.
+
+    False if there was no such moment: threads in the background make more operations at one time than at another.
+    """
     run = prepared(scenario, pair.other, place)
     name, told = scenario.victim
     assert "words" not in told
@@ -282,7 +284,9 @@ def overtake(scenario: Scenario, pair: Pair, place: Place, point: Point, gate: s
         faults=f"hold={gate}:{point.pattern}:{point.nth}",
         **told,
     )
-    until_reached(gate)
+    if not until_reached(gate, held):
+        held.end.get()
+        return False
     do(pair.other, place, run, ("force", {"name": "step_90", "label": "ninety"})).get()
     between = same_sight(pair, place, run)
     Path(gate).touch()
@@ -301,11 +305,21 @@ def overtake(scenario: Scenario, pair: Pair, place: Place, point: Point, gate: s
     assert between["labels"]["step_90"] == "ninety"
     do(pair.one, place, run, _save("step_91", "ninety-one")).get()
     assert same_sight(pair, place, run)["latest"] == "step_91"
+    return True
 
 
-def until_reached(gate: str) -> None:
-    """Until a held operation says that it is there. It only makes a file: this looks for it."""
+def until_reached(gate: str, victim: Child | None = None) -> bool:
+    """Wait until a held operation says that it is there, by a file that it makes.
+
+    False if ``victim`` ended before: then it made fewer operations of that kind than were counted.
+    """
     end = time.monotonic() + _REACH_S
-    while not os.path.exists(f"{gate}.reached") and time.monotonic() < end:
+    reached = Path(f"{gate}.reached")
+    while time.monotonic() < end:
+        ended = victim is not None and victim.has_ended
+        if reached.exists():  # looked at last: it may have been made right before the end
+            return True
+        if ended:
+            return False
         time.sleep(0.002)
-    assert os.path.exists(f"{gate}.reached"), "the victim never came to that operation"
+    raise AssertionError("the victim never came to that operation")
