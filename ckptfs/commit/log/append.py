@@ -120,7 +120,7 @@ class Means:
     stamp: Stamp = Stamp()
 
     def held_by(self, holder: Generation) -> HolderMeans:
-        """Return these means for the process that holds the run, under the generation ``holder``."""
+        """Return these means with the generation ``holder``, under which entries are decided."""
         return HolderMeans(self.domain, self.caps, self.ids, self.stamp, holder=holder)
 
     def tried(self, state: LogState | None) -> LogState | None:
@@ -136,10 +136,10 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class HolderMeans(Means):
-    """What a program needs that only the holder of the run may run: a newer fence refuses its entries.
+    """The means of a program that deletes or recovers: a newer fence refuses its entries.
 
     Attributes:
-        holder: The generation that holds the run.
+        holder: The generation that holds the run, or the current one if no process does.
     """
 
     holder: Generation = field(kw_only=True)
