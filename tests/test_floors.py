@@ -330,6 +330,14 @@ def test_every_input_of_the_readers_is_made_and_read(tmp_path: Path) -> None:
         assert readers.turn(case, tmp_path / case) >= 0
 
 
+def test_a_recorded_command_names_no_path_of_the_machine() -> None:
+    """Results are published; what was measured where is in the fields about the machine."""
+    words = ["first", "--dir", "/scratch/me", "--memory=/mnt/tmp", "--size", "6GB"]
+    assert floors.command_of(words) == (
+        "python -m benchmarks.floors first --dir DIR --memory=DIR --size 6GB"
+    )
+
+
 def test_readers_need_another_tree(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,7 +58,7 @@ def _measured(row: str, options: argparse.Namespace, out: Path) -> list[Finding]
         options.worlds, options.tensors, options.ranks, options.device, options.steps, options.saves,
         options.old,
     )  # fmt: skip
-    command = shlex.join(["python", "-m", "benchmarks.floors", *sys.argv[1:]])
+    command = command_of(sys.argv[1:])
     found = replace(ROWS[row](sizes), what=f"floors: {row}", command=command)
     path = out / f"floors-{row}-{found.date[:10]}.json"
     write_result(path, found)
@@ -95,6 +97,12 @@ def _rows(text: str) -> str:
     if text not in ROWS:
         raise argparse.ArgumentTypeError(f"no row is called {text!r}: {', '.join(ROWS)}")
     return text
+
+
+def command_of(words: Sequence[str]) -> str:
+    """The command as a result has it: without the paths of this machine, because results are published."""
+    shown = [re.sub(r"^(--\w+=)?/.*", r"\1DIR", word) for word in words]
+    return shlex.join(["python", "-m", "benchmarks.floors", *shown])
 
 
 def _options() -> argparse.Namespace:
