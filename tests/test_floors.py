@@ -63,7 +63,8 @@ def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) 
     assert list(work.iterdir()) == [], "nothing may be left"
     (path,) = out.iterdir()
     result = read_result(path)
-    assert result.command == f"python -m benchmarks.floors {' '.join(told)}"
+    assert result.command == floors.command_of(told)
+    assert str(tmp_path) not in result.command
     assert result.machine["load_average"]["before"]
     assert {one.round for one in result.samples} <= {0, 1}
     return findings_of(row, result)
