@@ -445,8 +445,7 @@ def checkpoint_dir(
             control_for(process_group, timeout_s) as control,
             contextlib.ExitStack() as stack,
         ):
-            target = agree_uri(control, uri)
-            session, name = stack.enter_context(reading_session(target, control, place))
+            session, target, name = stack.enter_context(reading_session(uri, control, place))
             found = locate_directory(session, name)
             path = None if into is None else os.fspath(into)
             yield stack.enter_context(fetched(session, found, into=path, follow_links=follow_links))

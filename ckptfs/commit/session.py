@@ -23,12 +23,20 @@ from ckptfs.commit.ownership.background_owner import Background
 from ckptfs.commit.paths import CONTROL, HINT, LOG, log_key, step_in
 from ckptfs.commit.save.spec import checked_step, fresh_ids, now_text
 from ckptfs.commit.state import unsent
-from ckptfs.control.control import Control, open_control, step_keeping
+from ckptfs.control.control import Control, open_control, step_keeping, step_of_stages
 from ckptfs.control.messages import Stage
 from ckptfs.errors import CollectiveError, NotFoundError, StateError, UriError
 from ckptfs.storage.base import Capabilities, Shape, Storage
 from ckptfs.storage.registry import open_storage
-from ckptfs.topology.storage_domains import Placement, Scope, probe_domains
+from ckptfs.topology.storage_domains import (
+    Placement,
+    Probe,
+    Scope,
+    node_leads,
+    placement_in,
+    probe_domains,
+    reading_stage,
+)
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -41,11 +49,13 @@ __all__ = [
     "collect_views",
     "finish_with_views",
     "naming",
+    "open_reading",
     "open_session",
     "stage_with_views",
     "start_session",
     "step_of",
     "step_with_views",
+    "uri_stage",
 ]
 
 T = TypeVar("T")
@@ -293,16 +303,27 @@ def agree_uri(control: Control, given: object) -> Uri:
 
     The credentials are each rank's own: the ranks do not send theirs to each other.
     """
+    stage = uri_stage(given)
+    return _own_uri(given, control.step(stage.label, stage.local, stage.decide))
+
+
+def uri_stage(given: object, check: Callable[[Uri], None] = lambda _: None) -> Stage:
+    """Return the decision of ``agree_uri``, for a step that it shares with others. Its answer is the URI's text.
+
+    The stages after it can use each rank's own URI, unless it ``is_relative``: if ranks were given different
+    ones, that is the error of the step.
+
+    Args:
+        given: The URI, as this rank was given it.
+        check: Called on the coordinator with the URI. It raises if all ranks are to get that error.
+    """
 
     def text() -> str | UriError:
         try:
-            parsed = Uri.parse(given)  # type: ignore[arg-type]  # the parser names what it cannot read
+            return _text_of(given)
         except UriError as error:
             # A value, so that the caller's mistake is raised with its own type, also for one rank.
             return error
-        relative = parsed.protocol == "file" and "://" not in str(given)
-        raw = str(getattr(given, "__fspath__", lambda: given)())
-        return raw if relative and not raw.startswith(("/", "~")) else str(parsed)
 
     def same(answers: Sequence[str | UriError]) -> str:
         wrong = next((t for t in answers if isinstance(t, UriError)), None)
@@ -317,10 +338,29 @@ def agree_uri(control: Control, given: object) -> Uri:
                 hint="pass the same path on every node: ckptfs distinguishes node-local disks by "
                 "their domains",
             )
-        return str(Uri.parse(texts[0]))
+        agreed = Uri.parse(texts[0])
+        check(agreed)
+        return str(agreed)
 
-    agreed = control.step("uri", text, same)
-    own = Uri.parse(given)  # type: ignore[arg-type]  # it could be read above
+    return Stage("uri", text, same)
+
+
+def is_relative(given: object) -> bool:
+    """Whether a URI is a path that only the coordinator may make absolute. A URI that cannot be read is not."""
+    with contextlib.suppress(UriError):
+        return _text_of(given) != str(Uri.parse(given))  # type: ignore[arg-type]  # as below
+    return False
+
+
+def _text_of(given: object) -> str:
+    parsed = Uri.parse(given)  # type: ignore[arg-type]  # the parser names what it cannot read
+    raw = str(getattr(given, "__fspath__", lambda: given)())
+    is_path = parsed.protocol == "file" and "://" not in str(given)
+    return raw if is_path and not raw.startswith(("/", "~")) else str(parsed)
+
+
+def _own_uri(given: object, agreed: str) -> Uri:
+    own = Uri.parse(given)  # type: ignore[arg-type]  # it could be read for the stage
     return own if str(own) == agreed else Uri.parse(agreed)
 
 
@@ -340,14 +380,54 @@ def open_session(
     """
     _refuse_private_memory(control, run_uri)
     with contextlib.ExitStack() as stack:
+        if not write and place.domain is None:
+            reader = _ReadOpening(control, place)
+            opening = reader.opening(stack, lambda: run_uri)
+            _, *answers = step_of_stages(control, "open", [opening, *reader.stages])
+            yield reader.session(answers)
+            return
 
         def open_here() -> tuple[None, Storage]:
-            storage = open_storage(run_uri, place.storage_options)
-            stack.callback(storage.close)  # also if another rank could not open its own
-            return None, storage
+            return None, _opened(stack, run_uri, place)
 
         _, storage = step_keeping(control, "open", open_here, lambda _: None)
         yield start_session(control, storage, place, write=write, common=common)
+
+
+@contextlib.contextmanager
+def open_reading(given: object, control: Control, place: Place) -> Iterator[tuple[RunSession, Uri]]:
+    """Open a reader's session at the run of the checkpoint that the ranks were given. Collective.
+
+    Args:
+        given: The checkpoint, as this rank was given it.
+        control: The control plane of the ranks.
+        place: How to reach the run.
+
+    Yields:
+        The session, and the checkpoint's URI, which is one for all ranks.
+
+    Raises:
+        UriError: The ranks were given different URIs, or one that cannot be read; the same on every rank.
+        CollectiveError: Some rank cannot open or read there; the same on every rank.
+    """
+    if place.domain is not None or is_relative(given):
+        target = agree_uri(control, given)
+        with open_session(target.parent, control, place, write=False) as session:
+            yield session, target
+        return
+    agreeing = uri_stage(given, lambda uri: _refuse_private_memory(control, uri))
+    with contextlib.ExitStack() as stack:
+        reader = _ReadOpening(control, place)
+        opening = reader.opening(stack, lambda: Uri.parse(given).parent)  # type: ignore[arg-type]
+        agreed, _, *answers = step_of_stages(control, "open", [agreeing, opening, *reader.stages])
+        yield reader.session(answers), _own_uri(given, agreed)
+
+
+def _opened(stack: contextlib.ExitStack, run_uri: Uri, place: Place) -> Storage:
+    """Open the storage until ``stack`` is left: also if another rank could not open its own."""
+    storage = open_storage(run_uri, place.storage_options)
+    stack.callback(storage.close)
+    return storage
 
 
 def _refuse_private_memory(control: Control, uri: Uri) -> None:
@@ -376,73 +456,105 @@ def start_session(
 
     The caller still owns the storage and closes it. common: as for ``open_session``.
     """
-    answers = _FirstAnswers(storage) if not write else None
-    placement = probe_domains(
-        control,
-        storage,
-        scope=place.scope,
-        name=place.domain,
-        write=write,
-        also=answers.calls if answers is not None else (),
-    )
-    if answers is not None:
-        log = _as_readers_see(control, storage, placement, answers)
-        hint = answers.hint if log is storage else None  # the other kind of log has none
-        return RunSession(control, log, placement, storage.capabilities, hint=hint)
+    if not write:
+        return _start_reading(control, storage, place)
+    placement = probe_domains(control, storage, scope=place.scope, name=place.domain)
     caps = _agreed_caps(control, storage, placement)
     log = with_log(storage, caps, write=True)
     return RunSession(control, log, placement, caps, common=common or Common())
 
 
-class _FirstAnswers:
-    """Requests that a reader of an object store always needs, sent together with the domain's id.
+def _start_reading(control: Control, storage: Storage, place: Place) -> RunSession:
+    reader = _ReadOpening(control, place, storage)
+    if place.domain is None:
+        return reader.session(step_of_stages(control, "open", reader.stages))
+    placement = probe_domains(control, storage, name=place.domain, write=False)
+    kind = reader.kind
+    return reader.session_in(placement, control.step(kind.label, kind.local, kind.decide))
 
-    If one of them fails, the call that needs its answer repeats it and gets the error.
+
+class _ReadOpening:
+    """One rank's part in opening a session for reading: the stages of one step.
+
+    The requests that a reader of an object store always needs are sent together with the read of the
+    domain's id. If one of them fails, the stage that needs its answer repeats it and gets the error.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self.kind: LogKind | None = None
-        self.hint: FoundHint | None = None
+    def __init__(self, control: Control, place: Place, storage: Storage | None = None) -> None:
+        self._control = control
+        self._place = place
+        self._opened = storage
+        self._kind: LogKind | None = None
+        self._hint: FoundHint | None = None
+
+    def opening(self, stack: contextlib.ExitStack, run: Callable[[], Uri]) -> Stage:
+        """The stage that opens the storage, which ``stack`` closes."""
+
+        def local() -> None:
+            self._opened = _opened(stack, run(), self._place)
+
+        return Stage("open", local, lambda _: None)
 
     @property
-    def calls(self) -> tuple[Callable[[], None], ...]:
-        is_object = self._storage.capabilities.shape is Shape.OBJECT
-        return (self._look_at_log, self._read_hint) if is_object else ()
+    def stages(self) -> list[Stage]:
+        """The stages of an open storage: who shares it, and the kind of its log."""
+        return [reading_stage(self._control, self._probe, self._place.scope), self.kind]
+
+    @property
+    def kind(self) -> Stage:
+        """The stage in which one process of each node finds the kind of log that exists.
+
+        A rank that failed alone would leave the others waiting in their next step.
+        """
+        node = self._control.world.node
+        is_lead = node_leads(self._control.worlds)[node] == self._control.rank
+
+        def local() -> str | None:
+            if not is_lead:
+                return None
+            kind = self._kind or kind_of_log(self._storage)
+            return node if kind is LogKind.ADVISORY else None
+
+        def decide(nodes: Sequence[str | None]) -> frozenset[str]:
+            return frozenset(found for found in nodes if found is not None)
+
+        return Stage("kind of log", local, decide)
+
+    def session(self, answers: Sequence[Any]) -> RunSession:
+        """Return the session, from the answers of ``stages``."""
+        ruling, advisory = answers
+        return self.session_in(placement_in(self._control, ruling), advisory)
+
+    def session_in(self, placement: Placement, advisory: Collection[str]) -> RunSession:
+        """Return the session; ``advisory`` has the nodes that see the weaker kind of log."""
+        storage = self._storage
+        if self._control.world.node in advisory:
+            # The other kind of log has no hint.
+            log = AdvisoryLog(storage)
+            return RunSession(self._control, log, placement, storage.capabilities)
+        caps = storage.capabilities
+        return RunSession(self._control, storage, placement, caps, hint=self._hint)
+
+    @property
+    def _storage(self) -> Storage:
+        assert self._opened is not None  # noqa: S101 - the stage before has opened it
+        return self._opened
+
+    def _probe(self) -> Probe:
+        storage = self._storage
+        is_object = storage.capabilities.shape is Shape.OBJECT
+        also = (self._look_at_log, self._read_hint) if is_object else ()
+        return Probe(storage, write=False, tokens=False, also=also)
 
     def _look_at_log(self) -> None:
         self._storage.stat(log_key(0))
-        self.kind = LogKind.EXCLUSIVE
+        self._kind = LogKind.EXCLUSIVE
 
     def _read_hint(self) -> None:
         try:
-            self.hint = FoundHint(read_limited(self._storage, HINT))
+            self._hint = FoundHint(read_limited(self._storage, HINT))
         except NotFoundError:
-            self.hint = FoundHint(None)
-
-
-def _as_readers_see(
-    control: Control, storage: Storage, placement: Placement, answers: _FirstAnswers
-) -> Storage:
-    """Return the storage with the kind of log that exists there. Collective.
-
-    One process of each node finds the kind. A rank that failed alone would leave the others waiting
-    in their next step.
-    """
-    node = control.world.node
-
-    def local() -> str | None:
-        lead = placement.is_node_lead
-        if not lead:
-            return None
-        kind = answers.kind or kind_of_log(storage)
-        return node if kind is LogKind.ADVISORY else None
-
-    def decide(nodes: Sequence[str | None]) -> frozenset[str]:
-        return frozenset(found for found in nodes if found is not None)
-
-    advisory = control.step("kind of log", local, decide)
-    return AdvisoryLog(storage) if node in advisory else storage
+            self._hint = FoundHint(None)
 
 
 def _agreed_caps(control: Control, storage: Storage, placement: Placement) -> Capabilities:

@@ -22,17 +22,19 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ckptfs.commit.catalog.catalog import Found
 from ckptfs.commit.catalog.locate import following, reading_session
 from ckptfs.commit.ownership.claim import Takeover, claim
-from ckptfs.commit.ownership.run import Caller, Run
+from ckptfs.commit.ownership.run import Caller, Run, agreeing_target
 from ckptfs.commit.parts.tickets import SealedPart, TicketPart
 from ckptfs.commit.save.spec import IfExists, SaveSpec
 from ckptfs.commit.session import Place, RunSession, agree_uri, control_for, open_session, step_of
 from ckptfs.control.control import Control, timeout_of
+from ckptfs.control.messages import Stage
 from ckptfs.control.world import World
 from ckptfs.dcp.incremental.reuse import Unchanged
 from ckptfs.dcp.loading import MetadataAhead, load_at
 from ckptfs.dcp.planning.state_dicts import as_state_dict
 from ckptfs.dcp.read.load_planner import Allow
 from ckptfs.dcp.saving import WriteOptions, plans_of, save_at, save_part
+from ckptfs.dcp.write.pipeline import PLANNING
 from ckptfs.dcp.write.rank_files import WriteEngineName
 from ckptfs.errors import StateError
 from ckptfs.events import LoadResult, SaveResult
@@ -183,7 +185,7 @@ def save(
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     wait_s = timeout_of(timeout_s)
     with (
-        _session_for(uri, run, process_group, timeout_s, place) as (session, target),
+        _session_for(uri, run, process_group, timeout_s, place) as (session, target, agreeing),
         claimed(session, run, IfExists(if_exists), Unchanged(unchanged), wait_s) as holder,
     ):
         spec = SaveSpec(
@@ -201,7 +203,7 @@ def save(
             engine=WriteEngineName(engine),
             plans=plans_of(run),
         )
-        return save_at(state, session, target, spec, options, started=started)
+        return save_at(state, session, target, spec, options, agreeing=agreeing, started=started)
 
 
 def load(
@@ -276,26 +278,27 @@ def load(
     started = time.perf_counter()
     state = as_state_dict(state_dict)
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
-    with _control_of(run, process_group, timeout_s) as control:
-        target = agree_uri(control, uri)
-        with reading_session(target, control, place) as (session, name):
-            metadata = MetadataAhead(session)
+    with (
+        _control_of(run, process_group, timeout_s) as control,
+        reading_session(uri, control, place) as (session, target, name),
+    ):
+        metadata = MetadataAhead(session)
 
-            def load_found(found: Found) -> LoadResult:
-                return load_at(
-                    state,
-                    session,
-                    target,
-                    found,
-                    metadata,
-                    strict=strict,
-                    allow=allow,
-                    objects=objects,
-                    verify=verify,
-                    started=started,
-                )
+        def load_found(found: Found) -> LoadResult:
+            return load_at(
+                state,
+                session,
+                target,
+                found,
+                metadata,
+                strict=strict,
+                allow=allow,
+                objects=objects,
+                verify=verify,
+                started=started,
+            )
 
-            return following(session, name, load_found, metadata.read)
+        return following(session, name, load_found, metadata.read)
 
 
 @contextlib.contextmanager
@@ -330,18 +333,16 @@ def need_group(world: World) -> None:
 @contextlib.contextmanager
 def _session_for(
     uri: Any, run: Run | None, process_group: Any, timeout_s: float | None, place: Place
-) -> Iterator[tuple[RunSession, Uri]]:
-    """Yield the held run's session, or a new one for this call, and the target."""
+) -> Iterator[tuple[RunSession, Uri, Sequence[Stage]]]:
+    """Yield the held run's session, or a new one for this call, the target, and what is left to agree on."""
     if run is not None:
         need_group(run.session.control.world)
-        target = agree_uri(run.session.control, uri)
-        run.check(target)
-        yield run.session, target
+        yield run.session, *agreeing_target(run, uri, PLANNING)
         return
     with _control(process_group, timeout_s) as control:
         target = agree_uri(control, uri)
         with open_session(target.parent, control, place, write=True) as session:
-            yield session, target
+            yield session, target, ()
 
 
 @contextlib.contextmanager

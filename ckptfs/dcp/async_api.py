@@ -24,7 +24,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfs import _torch
-from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.ownership.run import Run, agree_target
 from ckptfs.commit.parts.tickets import TicketPart
 from ckptfs.commit.save.spec import IfExists, SaveSpec
 from ckptfs.commit.session import Place, RunSession, agree_uri, open_session, step_of
@@ -395,23 +395,7 @@ def _in_run(
 ) -> Iterator[tuple[RunSession, Uri, Run | None]]:
     session = resources.session
     assert session is not None  # noqa: S101 - a run's has one
-    target = agree_uri(session.control, uri)
-
-    def check() -> StateError | None:
-        try:
-            run.check(target)
-        except StateError as error:
-            return error
-        return None
-
-    def agree(found: list[StateError | None]) -> None:
-        # A run that one rank has released fails the save on all of them.
-        for wrong in found:
-            if wrong is not None:
-                raise wrong
-
-    session.control.step("the run", check, agree)
-    yield session, target, run
+    yield session, agree_target(run, uri), run
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ from ckptfs.dcp.incremental.reuse import Memory, RankItems, Site, Unchanged, nee
 from ckptfs.dcp.pending import Phase, Watch
 from ckptfs.dcp.planning.save_planner import Share
 from ckptfs.dcp.write.pipeline import (
+    PLANNING,
     PlanMemory,
     PlannedSave,
     SavePlanning,
@@ -134,6 +135,7 @@ def save_at(
     spec: SaveSpec,
     options: WriteOptions = WriteOptions(),
     *,
+    agreeing: Sequence[Stage] = (),
     started: float | None = None,
     tell: Tell = tell_nobody,
     watch: Watch | None = None,
@@ -149,6 +151,7 @@ def save_at(
         target: The checkpoint's URI.
         spec: Name, step and rules of the save.
         options: How to write.
+        agreeing: What the ranks have not agreed on yet about the target; its errors come before the plan's.
         started: ``time.perf_counter()`` at the user's call. None: now.
         tell: Receives Written.
         watch: Follows the save. None: the caller waits for the save, and rank 0 shows its progress in a
@@ -196,7 +199,7 @@ def save_at(
     try:
         with followed(attempt, watch, result_of):
             with naming(target), log_fields(**fields):
-                planned, space = plan_at(state_dict, session, attempt, options)
+                planned, space = plan_at(state_dict, session, attempt, options, agreeing)
             watch.planned(planned.size_bytes, len(planned.items))
             attempt.begin()
             committed = attempt.commit(write_own, finish)
@@ -310,6 +313,7 @@ def plan_at(
     session: RunSession,
     attempt: Attempt,
     options: WriteOptions,
+    agreeing: Sequence[Stage] = (),
 ) -> tuple[PlannedSave, PlannedSpace]:
     """Agree on all that can refuse a save before it writes anything. Collective, one step.
 
@@ -322,6 +326,7 @@ def plan_at(
         session: The session at the run.
         attempt: The save.
         options: How to write.
+        agreeing: As for ``save_at``.
 
     Returns:
         The plan, and what is planned and what is free.
@@ -340,11 +345,12 @@ def plan_at(
         memory=options.plans,
     )
     survey = attempt.survey_ahead(is_due=lambda: planning.described is not None)
-    stages = [planning.stage, _space_stage(session, planning, options)]
+    stages = [*agreeing, planning.stage, _space_stage(session, planning, options)]
     if survey is not None:
         stages.append(survey)
     while True:
-        plan, space, *surveyed = step_of_stages(session.control, planning.stage.label, stages)
+        answers = step_of_stages(session.control, PLANNING, stages)
+        plan, space, *surveyed = answers[len(agreeing) :]
         planned = planning.planned(plan)
         if planned is not None:
             break

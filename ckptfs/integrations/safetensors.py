@@ -186,8 +186,7 @@ def load_safetensors(
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     with control_for(process_group, timeout_s) as control:
         need_group(control.world)
-        target = agree_uri(control, uri)
-        with reading_session(target, control, place) as (session, name):
+        with reading_session(uri, control, place) as (session, target, name):
             found = locate_directory(session, name)
             layout: Layout = control.step(
                 "read the headers",

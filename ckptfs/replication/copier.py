@@ -391,7 +391,7 @@ def _copy_one(
 
     into = control.step("into a run?", lambda: None, into_run)
     root = to if into else to.parent
-    with reading_session(source[0], control, source[1]) as (reading, name):
+    with reading_session(source[0], control, source[1]) as (reading, _, name):
         plan = _planned(
             reading,
             (root, target_place),
@@ -577,7 +577,7 @@ def gather(
         source_place = Place({**options_of(source), **(storage_options or {})})
         target_place = Place({**options_of(target), **(target_options or {})})
         with (
-            reading_session(at, control, source_place) as (reading, name),
+            reading_session(at, control, source_place) as (reading, _, name),
             open_session(to.parent, control, target_place, write=True) as writing,
         ):
             one = control.step(

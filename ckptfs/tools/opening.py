@@ -112,7 +112,7 @@ def located(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Itera
     """
     target = Uri.parse(uri)
     place = Place({**options_of(uri), **(storage_options or {})})
-    with reading_session(target, SoloControl(World.solo()), place) as (session, name):
+    with reading_session(target, SoloControl(World.solo()), place) as (session, _, name):
         try:
             found = locate_directory(session, name)
         except StateError:

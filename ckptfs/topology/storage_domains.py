@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptfs.control.control import Control
+from ckptfs.control.messages import Stage
 from ckptfs.control.world import World
 from ckptfs.errors import (
     AlreadyExistsError,
@@ -47,7 +48,9 @@ __all__ = [
     "Scope",
     "group_nodes",
     "node_leads",
+    "placement_in",
     "probe_domains",
+    "reading_stage",
 ]
 
 log = logging.getLogger("ckptfs.topology")
@@ -147,7 +150,6 @@ def probe_domains(
     scope: Scope = "auto",
     name: str | None = None,
     write: bool = True,
-    also: Sequence[Callable[[], object]] = (),
 ) -> Placement:
     """Find which ranks share ``storage`` (rooted at a run). Collective, O(1) operations per node.
 
@@ -162,8 +164,6 @@ def probe_domains(
         name: Ranks that give the same name share storage; equal on all ranks of a node. Then
             ``scope`` does not count.
         write: False for readers: ids are read, nothing is written, and equal ids count as shared.
-        also: For a reader, further calls to the storage, made at the same time by the process that
-            reads the id. Their answers are dropped.
 
     Returns:
         The placement of this rank.
@@ -178,12 +178,51 @@ def probe_domains(
     leads = node_leads(worlds)
     is_lead = leads[control.world.node] == control.rank
     tokens = write and scope == "auto" and len(leads) > 1
-    probe = Probe(storage, write=write, tokens=tokens, also=also)
+    probe = Probe(storage, write=write, tokens=tokens)
+    stage = _probe_stage(control, lambda: probe, scope, tokens=tokens)
+    ruling: _Ruling = control.step(stage.label, stage.local, stage.decide)
+    try:
+        for attempt in range(_ROUNDS):
+            if ruling.final:
+                break
+            ruling = _confirm(control, probe, ruling, attempt, is_lead=is_lead)
+    finally:
+        probe.clean()
+    return _place(ruling.domains, control.rank, is_lead=is_lead)
+
+
+def reading_stage(control: Control, probe_of: Callable[[], Probe], scope: Scope) -> Stage:
+    """Return the probe of readers, as a stage of a step. It needs no second step: ids are only read.
+
+    Args:
+        control: The control plane of the ranks.
+        probe_of: Makes the probe of this rank, for which the storage has to be open.
+        scope: As for ``probe_domains``.
+
+    Returns:
+        The stage; ``placement_in`` reads its answer.
+    """
+    return _probe_stage(control, probe_of, scope, tokens=False)
+
+
+def placement_in(control: Control, answer: object) -> Placement:
+    """Return the placement of this rank, from the answer of ``reading_stage``."""
+    assert isinstance(answer, _Ruling)  # noqa: S101 - what rule() returned
+    is_lead = node_leads(control.worlds)[control.world.node] == control.rank
+    return _place(answer.domains, control.rank, is_lead=is_lead)
+
+
+def _probe_stage(
+    control: Control, probe_of: Callable[[], Probe], scope: Scope, *, tokens: bool
+) -> Stage:
+    worlds = control.worlds
+    is_lead = node_leads(worlds)[control.world.node] == control.rank
 
     def look() -> Answer | NotFoundError | None:
         if not is_lead:
             return None
-        shape = storage.capabilities.shape
+        probe = probe_of()
+        shape = probe.shape
         one = scope == "shared" or (scope == "auto" and shape is Shape.OBJECT)
         if one and control.rank != 0:
             return Answer(shape, None)
@@ -199,17 +238,9 @@ def probe_domains(
             if isinstance(answer, NotFoundError):
                 raise answer
         found = [a for a in answers if not isinstance(a, NotFoundError)]
-        return _rule(worlds, found, scope, tokens=probe.tokens)
+        return _rule(worlds, found, scope, tokens=tokens)
 
-    ruling = control.step("domain.probe", look, rule)
-    try:
-        for attempt in range(_ROUNDS):
-            if ruling.final:
-                break
-            ruling = _confirm(control, probe, ruling, attempt, is_lead=is_lead)
-    finally:
-        probe.clean()
-    return _place(ruling.domains, control.rank, is_lead=is_lead)
+    return Stage("domain.probe", look, rule)
 
 
 def _confirm(
@@ -371,6 +402,11 @@ class Probe:
         self._storage = storage
         self._write = write
         self._token = ""
+
+    @property
+    def shape(self) -> Shape:
+        """What kind of storage it is."""
+        return self._storage.capabilities.shape
 
     def look(self, shape: Shape) -> Answer:
         """Read or make the id, leave a token."""

@@ -43,7 +43,7 @@ from ckptfs.commit.log.entries import Kind as Artifact
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.lease import LeaseTimes
-from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.ownership.run import Run, agreeing_target
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import Place, RunSession, agree_uri, start_session
@@ -51,7 +51,7 @@ from ckptfs.control.control import Control
 from ckptfs.dcp.planning.save_planner import SavePlanner
 from ckptfs.dcp.planning.state_dicts import LocalFacts
 from ckptfs.dcp.saving import WriteOptions, plan_at
-from ckptfs.dcp.write.pipeline import finish_save, write
+from ckptfs.dcp.write.pipeline import PLANNING, finish_save, write
 from ckptfs.errors import StateError
 from ckptfs.retention.deletion import Retirer
 from ckptfs.retention.policy import Keep
@@ -230,11 +230,12 @@ def _count(control: Control, ground: _Ground, name: str) -> None:
 def _save(run: Run, sizes: Sizes, step: int) -> None:
     """As ``ckptfs.dcp.saving.save_at``, without the result that each rank makes of all ranks' numbers."""
     session = run.session
-    control, storage = session.control, session.storage
-    target = agree_uri(control, str(storage.uri(f"step_{step}")))
+    storage = session.storage
+    given = str(storage.uri(f"step_{step}"))
+    target, agreeing = agreeing_target(run, given, PLANNING)
     domains = {d.id: d.ranks for d in session.placement.domains}
     attempt = Attempt(session, SaveSpec(target.name, step, run=run.generation))
-    planned, _ = plan_at(Shard(sizes), session, attempt, WriteOptions(threads=1))
+    planned, _ = plan_at(Shard(sizes), session, attempt, WriteOptions(threads=1), agreeing)
     attempt.begin()
     attempt.commit(
         lambda: write(

@@ -41,7 +41,14 @@ from ckptfs.commit.log.entries import Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.operations import drive, settled, side_by_side
-from ckptfs.commit.session import Place, RunSession, View, open_session, step_with_views
+from ckptfs.commit.session import (
+    Place,
+    RunSession,
+    View,
+    open_reading,
+    open_session,
+    step_with_views,
+)
 from ckptfs.commit.state import part_name, piece, split_name
 from ckptfs.control.control import Control
 from ckptfs.control.rank_errors import collective_error, failure_of, log_left_out
@@ -119,14 +126,14 @@ class _Changed:
 
 @contextlib.contextmanager
 def reading_session(
-    target: Uri, control: Control, place: Place
-) -> Iterator[tuple[RunSession, str]]:
-    """Yield a session at the run of a checkpoint, and the checkpoint's name. Collective, read-only.
+    given: object, control: Control, place: Place
+) -> Iterator[tuple[RunSession, Uri, str]]:
+    """Yield a session at the run of a checkpoint, its URI, and its name. Collective, read-only.
 
-    The name is ``step_100``, or ``step_100/actor`` for a part.
+    The ranks agree on the URI that they were given. The name is ``step_100``, or ``step_100/actor`` for a part.
     """
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(open_session(target.parent, control, place, write=False))
+        session, target = stack.enter_context(open_reading(given, control, place))
         name = target.name
         if not any(domain.id for domain in session.placement.domains):
             step, run = target.parent.name, target.parent.parent
@@ -138,7 +145,7 @@ def reading_session(
             if control.step("run of a part", look, any):
                 session = stack.enter_context(open_session(run, control, place, write=False))
                 name = part_name(step, name)
-        yield session, name
+        yield session, target, name
 
 
 def owner_view(session: RunSession) -> View | None:

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -31,11 +31,14 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import Program, drive
 from ckptfs.commit.ownership.lease import Keeper
 from ckptfs.commit.save.spec import fresh_ids, now_text
-from ckptfs.commit.session import RunSession
+from ckptfs.commit.session import RunSession, agree_uri, is_relative, uri_stage
+from ckptfs.control.control import step_of_stages
+from ckptfs.control.messages import Stage
 from ckptfs.errors import (
     CkptfsError,
     StateError,
     StorageError,
+    UriError,
 )
 from ckptfs.uri import Uri
 
@@ -43,6 +46,8 @@ __all__ = [
     "Caller",
     "Ownership",
     "Run",
+    "agree_target",
+    "agreeing_target",
     "is_for_call",
     "ownership_of",
     "release_fence",
@@ -182,6 +187,74 @@ class Run:
             worker, self.aside = self.aside, None
             worker.leave()
         self.release()
+
+
+def agree_target(run: Run, given: object) -> Uri:
+    """Return the URI that all ranks were given for a checkpoint in this run. Collective.
+
+    Raises:
+        UriError: They were given different ones, or one that cannot be read; the same on every rank.
+        StateError: It is not directly in this run, or some rank has released the run; the same on every rank.
+    """
+    if is_relative(given):
+        target = agree_uri(run.session.control, given)
+        step_of_stages(run.session.control, "the run", [_in_run(run, target)])
+        return target
+    step_of_stages(run.session.control, "the run", _agreeing(run, given))
+    return Uri.parse(given)  # type: ignore[arg-type]  # all ranks could read it
+
+
+def agreeing_target(run: Run, given: object, label: str) -> tuple[Uri, Sequence[Stage]]:
+    """Return the URI, and the stages in which the ranks agree on it: the caller makes them the first of a step.
+
+    Args:
+        run: The held run.
+        given: The URI of the checkpoint, as this rank was given it.
+        label: The label of that step.
+
+    Returns:
+        This rank's URI, and the stages; none if the ranks have agreed already.
+
+    Raises:
+        UriError: As ``agree_target``.
+        StateError: As ``agree_target``. If this rank has released the run it has no control plane any more, and
+            raises alone; the others hear that it has left.
+    """
+    run.check_held()
+    if is_relative(given):
+        return agree_target(run, given), ()
+    stages = _agreeing(run, given)
+    try:
+        target = Uri.parse(given)  # type: ignore[arg-type]  # the parser names what it cannot read
+        run.check(target)
+    except (UriError, StateError):
+        # The other ranks may have been given a good one, and are on their way to that step: it ends here, on all.
+        step_of_stages(run.session.control, label, stages)
+        raise
+    return target, stages
+
+
+def _agreeing(run: Run, given: object) -> list[Stage]:
+    return [uri_stage(given), _in_run(run, given)]
+
+
+def _in_run(run: Run, given: object) -> Stage:
+    """Return the stage that checks the URI on every rank."""
+
+    def check() -> StateError | None:
+        try:
+            run.check(Uri.parse(given))  # type: ignore[arg-type]  # as above
+        except StateError as error:
+            return error
+        return None
+
+    def agree(found: Sequence[StateError | None]) -> None:
+        # A run that one rank has released fails the save on all of them.
+        for wrong in found:
+            if wrong is not None:
+                raise wrong
+
+    return Stage("the run", check, agree)
 
 
 @dataclass(eq=False)

@@ -92,6 +92,7 @@ from ckptfs.storage.base import Storage
 from ckptfs.uri import Uri
 
 __all__ = [
+    "PLANNING",
     "Decision",
     "PlanMemory",
     "PlanMessage",
@@ -108,6 +109,8 @@ __all__ = [
     "written_part",
     "written_places",
 ]
+
+PLANNING = "plan the save"  # the label of the step
 
 _VERSION = 1
 _HEAD = struct.Struct("<BB16sI")  # version, whether the plan is whole, hash, bytes of prints
@@ -416,7 +419,7 @@ class SavePlanning:
     def stage(self) -> Stage:
         """The stage. To make it again sends the whole plan."""
         # The user's state_dict() may talk to the other ranks: they would wait for one that failed before.
-        return Stage("plan the save", self._message, self._decide, always=True)
+        return Stage(PLANNING, self._message, self._decide, always=True)
 
     def _message(self) -> bytes:
         if self._own is not None:

@@ -38,7 +38,7 @@ from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.parts.directory_parts import publish_part, wait_sealed, writing_part
 from ckptfs.commit.parts.tickets import SealedPart, Ticket, TicketPart
 from ckptfs.commit.paths import MANIFEST, is_save_id
-from ckptfs.commit.session import Place, agree_uri, control_for, open_session
+from ckptfs.commit.session import Place, control_for, open_session
 from ckptfs.control.control import Control, SoloControl
 from ckptfs.control.framework_collectives import meeting_at_barriers
 from ckptfs.dcp.worker import SaveWorker
@@ -151,10 +151,9 @@ def reading_part(
     """
     with contextlib.ExitStack() as stack:
         control = stack.enter_context(control_for(process_group, None))
-        target = agree_uri(control, uri)
         path = None
         try:
-            session, name = stack.enter_context(reading_session(target, control, place))
+            session, _, name = stack.enter_context(reading_session(uri, control, place))
             found = locate_directory(session, name)
         except CollectiveError:
             raise  # single ranks failed: that does not mean that nothing is there
