@@ -395,7 +395,7 @@ def _in_run(
 ) -> Iterator[tuple[RunSession, Uri, Run | None]]:
     session = resources.session
     assert session is not None  # noqa: S101 - a run's has one
-    yield session, agree_target(run, uri), run
+    yield session, agree_target(run, session.control, uri), run
 
 
 @contextlib.contextmanager

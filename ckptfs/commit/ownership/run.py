@@ -32,7 +32,7 @@ from ckptfs.commit.operations import Program, drive
 from ckptfs.commit.ownership.lease import Keeper
 from ckptfs.commit.save.spec import fresh_ids, now_text
 from ckptfs.commit.session import RunSession, agree_uri, is_relative, uri_stage
-from ckptfs.control.control import step_of_stages
+from ckptfs.control.control import Control, step_of_stages
 from ckptfs.control.messages import Stage
 from ckptfs.errors import (
     CkptfsError,
@@ -189,18 +189,20 @@ class Run:
         self.release()
 
 
-def agree_target(run: Run, given: object) -> Uri:
+def agree_target(run: Run, control: Control, given: object) -> Uri:
     """Return the URI that all ranks were given for a checkpoint in this run. Collective.
+
+    ``control`` is the run's, or a clone of it for another thread.
 
     Raises:
         UriError: They were given different ones, or one that cannot be read; the same on every rank.
         StateError: It is not directly in this run, or some rank has released the run; the same on every rank.
     """
     if is_relative(given):
-        target = agree_uri(run.session.control, given)
-        step_of_stages(run.session.control, "the run", [_in_run(run, target)])
+        target = agree_uri(control, given)
+        step_of_stages(control, "the run", [_in_run(run, target)])
         return target
-    step_of_stages(run.session.control, "the run", _agreeing(run, given))
+    step_of_stages(control, "the run", _agreeing(run, given))
     return Uri.parse(given)  # type: ignore[arg-type]  # all ranks could read it
 
 
@@ -222,7 +224,7 @@ def agreeing_target(run: Run, given: object, label: str) -> tuple[Uri, Sequence[
     """
     run.check_held()
     if is_relative(given):
-        return agree_target(run, given), ()
+        return agree_target(run, run.session.control, given), ()
     stages = _agreeing(run, given)
     try:
         target = Uri.parse(given)  # type: ignore[arg-type]  # the parser names what it cannot read
