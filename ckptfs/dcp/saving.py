@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.parts.parts import PartAttempt, agreed_plan
+from ckptfs.commit.parts.parts import agreed_plan, part_attempt, reference_to
 from ckptfs.commit.parts.tickets import SealedPart, TicketPart
 from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import Committed, SaveSpec, SmallFile, WrittenPart
@@ -475,11 +475,11 @@ def save_part(
             run=plan.word.generation,
             per_rank=per_rank,
         )
-        attempt = PartAttempt(session, plan, spec)
+        attempt = part_attempt(session, plan, spec)
         result = save_at(
             state_dict, session, ticket.uri, spec, options, started=started, attempt=attempt
         )
-        return SealedPart(plan.part, plan.of, attempt.ref, result)
+        return SealedPart(plan.part, plan.of, reference_to(attempt, plan), result)
 
 
 _LOOK_S = (0.005, 0.1)  # the first and the longest pause between two looks for a free slot

@@ -34,7 +34,7 @@ from ckptfs.commit.log.entries import Generation, Kind, Seal
 from ckptfs.commit.manifest import FileRecord, Manifest
 from ckptfs.commit.operations import drive, read_limited
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.parts.parts import PartAttempt
+from ckptfs.commit.parts.parts import part_attempt, reference_to
 from ckptfs.commit.parts.tickets import SealedPart, Ticket, begin_parts
 from ckptfs.commit.paths import METADATA
 from ckptfs.commit.save.attempt import Attempt
@@ -424,10 +424,10 @@ def _copy_each_part(
         name = part_name(ticket.uri.name, ref.name)
         part_id = f"{origin_of(ref.save_id)}{AGAIN}{again}" if again else ref.save_id
         spec = spec_of(held, one, name, target.generation, part_id)
-        attempt = PartAttempt(target.session, plan, spec)
+        attempt = part_attempt(target.session, plan, spec)
         committed = copy_files(source, held, attempt, manner)
         result = committed.result(str(ticket.uri / ref.name), seal.step, source.control.rank, 0.0)
-        sealed.append(SealedPart(ref.name, plan.of, attempt.ref, result))
+        sealed.append(SealedPart(ref.name, plan.of, reference_to(attempt, plan), result))
     return sealed
 
 

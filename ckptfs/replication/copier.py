@@ -35,7 +35,7 @@ from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.lease import who_am_i
 from ckptfs.commit.ownership.run import Caller
 from ckptfs.commit.save.attempt import Attempt
-from ckptfs.commit.save.shared_attempt import AGAIN, ResumableAttempt, next_id, origin_of
+from ckptfs.commit.save.shared_attempt import AGAIN, ResumableStrategy, next_id, origin_of
 from ckptfs.commit.save.spec import Committed
 from ckptfs.commit.session import (
     Place,
@@ -123,7 +123,8 @@ def commit_copy(
         spec = spec_of(held, item.original.seal, item.name, generation, save_id)
         # Disks of several nodes have no single place that says what an earlier try copied.
         single = len(session.placement.domains) == 1
-        attempt = ResumableAttempt(session, spec) if single else Attempt(session, spec)
+        strategy = ResumableStrategy() if single else None
+        attempt = Attempt(session, spec, strategy=strategy)
         try:
             return copy_files(reading, held, attempt, replace(manner, kept=single))
         except (ControlPlaneLostError, DeadlineError):
@@ -132,7 +133,7 @@ def commit_copy(
             if _came_first(writing, item):
                 return None
             lost = isinstance(error, CommitConflictError) or gone_meanwhile(reading, item, error)
-            if lost and isinstance(attempt, ResumableAttempt):
+            if lost and strategy is not None:
                 attempt.give_up()
             raise
 

@@ -24,7 +24,7 @@ from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.parts.parts import PartAttempt, apply_everywhere
+from ckptfs.commit.parts.parts import apply_everywhere, part_attempt, reference_to
 from ckptfs.commit.parts.tickets import Decision, SealedPart, Ticket, TicketPart, begin_parts
 from ckptfs.commit.paths import ATTEMPTS, TRASH
 from ckptfs.commit.save.spec import SaveSpec, WrittenPart
@@ -163,7 +163,7 @@ def save_part(session: RunSession, ticket: TicketPart, data: bytes) -> SealedPar
     """As ``ckptfs.save`` does it, with one file of bytes."""
     plan = ticket.plan
     name = part_name(plan.name, plan.part)
-    attempt = PartAttempt(session, plan, SaveSpec(name, plan.step, run=plan.word.generation))
+    attempt = part_attempt(session, plan, SaveSpec(name, plan.step, run=plan.word.generation))
     label = data.split()[0].decode()
 
     def write() -> WrittenPart:
@@ -185,7 +185,7 @@ def save_part(session: RunSession, ticket: TicketPart, data: bytes) -> SealedPar
         attempt.abandon()
         raise
     result = SaveResult(name, plan.step, done.save_id, Counters(), Counters(), (), 0.0)
-    return SealedPart(plan.part, plan.of, attempt.ref, result)
+    return SealedPart(plan.part, plan.of, reference_to(attempt, plan), result)
 
 
 def value_of(end: Any) -> Any:

@@ -2,7 +2,7 @@
 
 driver       begins a ticket in home, waits for all parts, commits or abandons it
 driver_again the same of a name that is taken: where nothing is there the logs record that first
-part_saver   one owner's part of one part, as PartAttempt drives it
+part_saver   one owner's part of one part, as an attempt with PartStrategy drives it
 ``heeder``   what Decision.publish, or the next part's save, does in a domain
 part_reader  reads one part wherever its log says that it is committed
 """
@@ -247,7 +247,7 @@ def _small(what: Whole | PartWhat, domain: str | None = None) -> tuple[tuple[str
 
 
 def part_saver(part: PartWhat, domain: str) -> Steps:
-    """One owner's part of one part: as PartAttempt does it, verdicts by facts."""
+    """One owner's part of one part: as PartStrategy does it, verdicts by facts."""
     means = Means(domain, part.caps, ids(f"{part.save_id}-{domain}"))
     word = yield domain, Hear((("ticket", part.of),))
     try:

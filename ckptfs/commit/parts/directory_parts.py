@@ -27,8 +27,9 @@ from ckptfs.commit.directory_checkpoints.write import (
     list_files,
 )
 from ckptfs.commit.log.entries import Kind, PartRef
-from ckptfs.commit.parts.parts import PartAttempt, agreed_plan
+from ckptfs.commit.parts.parts import agreed_plan, part_attempt, reference_to
 from ckptfs.commit.parts.tickets import SealedPart, Ticket, TicketPart
+from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.spec import SaveSpec, WrittenPart
 from ckptfs.commit.session import RunSession
 from ckptfs.commit.state import part_name, promised_here
@@ -66,7 +67,7 @@ def writing_part(session: RunSession, part: TicketPart, done: list[SealedPart]) 
         raise
     wall_s = time.perf_counter() - started
     result = committed.result(str(part.uri), part.plan.step, session.control.rank, wall_s)
-    done.append(SealedPart(part.plan.part, part.plan.of, attempt.ref, result))
+    done.append(SealedPart(part.plan.part, part.plan.of, reference_to(attempt, part.plan), result))
 
 
 def publish_part(session: RunSession, part: TicketPart, path: str) -> SealedPart:
@@ -94,7 +95,7 @@ def publish_part(session: RunSession, part: TicketPart, path: str) -> SealedPart
         raise
     wall_s = time.perf_counter() - started
     result = committed.result(str(part.uri), part.plan.step, session.control.rank, wall_s)
-    return SealedPart(part.plan.part, part.plan.of, attempt.ref, result)
+    return SealedPart(part.plan.part, part.plan.of, reference_to(attempt, part.plan), result)
 
 
 def sealed_parts(
@@ -145,11 +146,11 @@ def wait_sealed(
         pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
 
-def _attempt(session: RunSession, part: TicketPart) -> PartAttempt:
+def _attempt(session: RunSession, part: TicketPart) -> Attempt:
     plan = session.control.step("ticket", lambda: part.plan, agreed_plan)
     name = part_name(plan.name, plan.part)
     spec = SaveSpec(name, plan.step, artifact=Kind.DIRECTORY, run=plan.word.generation)
-    return PartAttempt(session, plan, spec)
+    return part_attempt(session, plan, spec)
 
 
 def _alike(parts: list[WrittenPart]) -> Mapping[str, bytes]:

@@ -3,7 +3,7 @@
     read_home          the word of a home: what its log says, for domains that cannot reach it
     apply_word         record it in a domain: fence, publish, release, project    (owner of the domain)
     apply_everywhere   the same in every domain that a group reaches              (collective)
-    PartAttempt        save one part: as any save, but its seal is a promise      (collective)
+    part_attempt       save one part: as any save, but its seal is a promise
 
 A part is a save of its own, ``step_100/actor``, with its own attempt. Its seal commits nothing: only the seal in
 the home does, which lists the parts. Until that commit is recorded in a domain of a part, the part is kept there,
@@ -28,14 +28,12 @@ from ckptfs.commit.operations import MakeDir, Program, drive
 from ckptfs.commit.ownership.recovery import Report, plan_recovery, report, settle_plan, sweep_empty
 from ckptfs.commit.paths import ATTEMPTS
 from ckptfs.commit.save.attempt import Attempt
-from ckptfs.commit.save.owner_steps import begin
+from ckptfs.commit.save.owner_steps import BegunHere, Here, Strategy, begin
 from ckptfs.commit.save.planning import SavePlan
-from ckptfs.commit.save.sealing import seal_everywhere
 from ckptfs.commit.save.spec import SaveSpec, fresh_ids, fresh_save_id
 from ckptfs.commit.session import RunSession, View
 from ckptfs.commit.state import committed, part_name, promised_here
 from ckptfs.control.control import step_keeping
-from ckptfs.control.messages import Stage
 from ckptfs.control.world import World
 from ckptfs.errors import CommitConflictError, FencedError, StateError
 from ckptfs.storage.base import Capabilities
@@ -43,12 +41,14 @@ from ckptfs.uri import Uri
 
 __all__ = [
     "HomeWord",
-    "PartAttempt",
     "PartPlan",
+    "PartStrategy",
     "agreed_plan",
     "apply_everywhere",
     "apply_word",
+    "part_attempt",
     "read_home",
+    "reference_to",
     "state_from_word",
 ]
 
@@ -250,63 +250,67 @@ def agreed_plan(plans: Sequence[PartPlan]) -> PartPlan:
     return plans[0]
 
 
-class PartAttempt(Attempt):
-    """One part of a save, on one rank of the group that writes it.
+def part_attempt(session: RunSession, plan: PartPlan, spec: SaveSpec) -> Attempt:
+    """Return the attempt of one part, on one rank of the group that writes it.
 
-    The calls are those of ``Attempt``. After ``commit`` the part is sealed, not committed: nothing
-    is projected, and the home's seal will contain ``ref``.
+    After ``commit`` the part is sealed, not committed: nothing is projected, and the home's seal will contain
+    the ``reference_to`` it.
+    """
+    return Attempt(session, spec, strategy=PartStrategy(plan))
+
+
+def reference_to(attempt: Attempt, plan: PartPlan) -> PartRef:
+    """Return the reference to a part for the home's seal, after its ``commit``."""
+    placement, worlds = attempt.session.placement, attempt.session.control.worlds
+    hosts = tuple(_hosts(worlds, domain.ranks) for domain in placement.domains)
+    seal = attempt.seal
+    return PartRef(plan.part, seal.save_id, seal.digest, seal.domains, hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class PartStrategy(Strategy):
+    """A part of a checkpoint: its seal is a promise, which the home's seal makes a commit.
+
+    Attributes:
+        part: The part, by its ticket.
     """
 
-    def __init__(self, session: RunSession, plan: PartPlan, spec: SaveSpec) -> None:
-        super().__init__(session, spec)
-        self._part_plan = plan
-        self._digest = ""
+    surveys_ahead = False  # the survey comes after every domain has applied the ticket's word
+    reads_log = False
+    projects = False
+
+    part: PartPlan
 
     @property
-    def ref(self) -> PartRef:
-        """The reference to this part for the home's seal, after commit()."""
-        placement, worlds = self.session.placement, self.session.control.worlds
-        hosts = tuple(_hosts(worlds, domain.ranks) for domain in placement.domains)
-        planned = self._planned
-        return PartRef(self._part_plan.part, planned.save_id, self._digest, planned.domains, hosts)
+    def asks_for(self) -> Collection[str]:
+        """The id of the whole: its outcome is looked up by that."""
+        return (self.part.of,)
 
-    def begin(self) -> None:
-        """Begin after every domain has applied the ticket's word. Collective.
+    def before_begin(self, session: RunSession) -> LogState | None:
+        """Apply the ticket's word in every domain. Collective."""
+        return apply_everywhere(session, self.part.word)
 
-        See ``Attempt.begin``.
-        """
-        self._state = apply_everywhere(self.session, self._part_plan.word)
-        super().begin()
-
-    def survey_ahead(self, *, is_due: Callable[[], bool]) -> Stage | None:
-        """Return None: the survey comes after every domain has applied the ticket's word."""
-        del is_due
-        return None
-
-    def _survey(self, ids: Collection[str] = ()) -> View | None:
-        # The outcome of the whole is looked up by its id.
-        known = None if self._state is None else self._state.to_send((*ids, self._part_plan.of))
-        return None if known is None else (self._means.domain, known)
-
-    def _decide(self, answers: Sequence[View | None]) -> SavePlan:
-        where = self.storage.uri(part_name(self._part_plan.name, self._part_plan.part))
-        for state in (a[1] for a in answers if a is not None):
-            checkpoint = state.save(self._part_plan.of)
+    def plan(self, spec: SaveSpec, views: Sequence[View | None], session: RunSession) -> SavePlan:
+        """Refuse a part that comes too late; else it has the generation of the word."""
+        del spec
+        where = session.storage.uri(part_name(self.part.name, self.part.part))
+        for state in (view[1] for view in views if view is not None):
+            checkpoint = state.save(self.part.of)
             if checkpoint.seal is not None or checkpoint.deleted or checkpoint.aborted:
-                raise _too_late(self._part_plan, where, committed=checkpoint.seal is not None)
-        fresh = fresh_save_id()
-        domains = tuple(d.id for d in self.session.placement.domains)
-        return SavePlan(fresh, self._part_plan.word.generation, 0, domains)
+                raise _too_late(self.part, where, committed=checkpoint.seal is not None)
+        domains = tuple(d.id for d in session.placement.domains)
+        return SavePlan(fresh_save_id(), self.part.word.generation, 0, domains)
 
-    def _begin(self) -> tuple[str, ...]:
-        if self._owner:
-            checkpoint_id, home = self._part_plan.of, self._part_plan.word.home
-            drive(begin(self._named, self._planned.base, of=checkpoint_id, home=home), self.storage)
-        return ()
+    def begin(self, here: Here) -> BegunHere:
+        """Make a record that names the whole and its home."""
+        of, home = self.part.of, self.part.word.home
+        drive(begin(here.keys, here.base, of=of, home=home), here.session.storage)
+        return BegunHere()
 
-    def _append_seal(self, seal: Seal) -> LogState | None:
-        what, word = self._part_plan, self._part_plan.word
-        self._digest = seal.digest
+    def decision(self, seal: Seal, spec: SaveSpec) -> Callable[[LogState], Body | Refused[Refusal]]:
+        """Seal it as a part."""
+        del spec
+        what, word = self.part, self.part.word
         part = Part(
             save_id=seal.save_id,
             of=what.of,
@@ -319,18 +323,7 @@ class PartAttempt(Attempt):
             domains=seal.domains,
             digest=seal.digest,
         )
-
-        def decide(current: LogState) -> Body | Refused[Refusal]:
-            return may_seal_part(current, part)
-
-        return seal_everywhere(
-            self.session, self._named, seal, self._means, self._state, decide=decide
-        )
-
-    def _finish(self, seal: Seal) -> tuple[tuple[str, ...], int]:
-        if self._owner:
-            self.session.touch_log_later()
-        return (), 0
+        return lambda current: may_seal_part(current, part)
 
 
 def _too_late(what: PartPlan, where: Uri, *, committed: bool) -> CommitConflictError:

@@ -29,8 +29,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ckptfs.commit.catalog.catalog import find
-from ckptfs.commit.decisions import may_seal, to_clear
+from ckptfs.commit.decisions import to_clear
 from ckptfs.commit.delete.deletion_steps import find_removed, record_removed
 from ckptfs.commit.log.advisory_log import ADVICE
 from ckptfs.commit.log.append import catch_up_again
@@ -42,9 +41,17 @@ from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run, is_for_call
 from ckptfs.commit.paths import CONTROL, MANIFEST, SHARED, AttemptKeys
 from ckptfs.commit.save.foreign_metadata import foreign_at, metadata_at
-from ckptfs.commit.save.owner_steps import begin, finish, prepare, survey, tidy
-from ckptfs.commit.save.plain_names import other_attempts
-from ckptfs.commit.save.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
+from ckptfs.commit.save.owner_steps import (
+    BegunHere,
+    Here,
+    Strategy,
+    finish,
+    prepare,
+    replaced_bytes,
+    survey,
+    tidy,
+)
+from ckptfs.commit.save.planning import SavePlan, manifest_of, origins_of, seal_of_plan
 from ckptfs.commit.save.projection import InHand
 from ckptfs.commit.save.sealing import (
     NameConflict,
@@ -57,13 +64,11 @@ from ckptfs.commit.save.spec import Committed, IfExists, SaveSpec, SmallFile, Wr
 from ckptfs.commit.session import (
     RunSession,
     View,
-    collect_views,
     finish_with_views,
     naming,
     stage_with_views,
     step_with_views,
 )
-from ckptfs.commit.state import pieces
 from ckptfs.control.messages import Stage, apart
 from ckptfs.errors import (
     CkptfsError,
@@ -96,19 +101,6 @@ class Gathered:
     files: Mapping[str, SmallFile]
     counters: tuple[Counters, ...]
     origins: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """How the attempt began in one domain.
-
-    Attributes:
-        others: Other attempts of the same name.
-        is_occupied: Nothing was made, because there is something under the name.
-    """
-
-    others: tuple[str, ...] = ()
-    is_occupied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +144,22 @@ def _logged(
 
 
 class Attempt:
-    """One save, on one rank. Every rank makes one and makes the same calls in order."""
+    """One save, on one rank. Every rank makes one and makes the same calls in order.
 
-    def __init__(self, session: RunSession, spec: SaveSpec, caller: Caller | None = None) -> None:
+    Args:
+        session: The session at the run.
+        spec: What is saved.
+        caller: Who claims the run if it has to be claimed. None: this save.
+        strategy: What differs between kinds of save. None: an ordinary one.
+    """
+
+    def __init__(
+        self,
+        session: RunSession,
+        spec: SaveSpec,
+        caller: Caller | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
         if spec.name in (CONTROL, SHARED):
             raise UriError(
                 f"{spec.name} belongs to the run itself",
@@ -164,6 +169,7 @@ class Attempt:
         self.session = session
         self.spec = spec
         self.storage = session.storage
+        self._strategy = strategy or Strategy()
         self._means = session.means()
         self._owner = session.placement.is_owner
         self._state: LogState | None = None
@@ -173,6 +179,7 @@ class Attempt:
         self._foreign: str | None = None
         self._stood: bytes | None = None  # what the name holds, if read with the log
         self._small: dict[str, bytes] = {}  # an owner's small files, as it wrote them
+        self._seal: Seal | None = None
         self._seal_tried = False
         self._committed: Committed | None = None
         self._began = False
@@ -212,6 +219,13 @@ class Attempt:
         }
 
     @property
+    def seal(self) -> Seal:
+        """The seal that was appended, or tried last. After commit()."""
+        if self._seal is None:
+            raise RuntimeError("commit() was not called")
+        return self._seal
+
+    @property
     def previous(self) -> Seal | None:
         """The last committed save of the same kind, if this save holds the run; else None.
 
@@ -228,6 +242,11 @@ class Attempt:
     def directory(self) -> str:
         """The key of the future step directory. For kind DIRECTORY, plain names go there."""
         return self._named.directory
+
+    @property
+    def _here(self) -> Here:
+        base, state, foreign = self._planned.base, self._state, self._foreign
+        return Here(self.session, self.spec, self._named, base, state, foreign)
 
     @property
     def _planned(self) -> SavePlan:
@@ -264,6 +283,8 @@ class Attempt:
             RunBusyError: The run must be claimed, and a living owner holds it.
         """
         try:
+            if not self._strategy.reads_log:
+                self._state = self._strategy.before_begin(self.session)
             self._begin_save()
         except BaseException:
             self._let_go()
@@ -291,8 +312,11 @@ class Attempt:
         """Make the attempt, unless the run must be claimed first: then return True. Collective."""
         control = self.session.control
         with naming(self.storage.uri(self.spec.name)), self._fenced_rather_than_missing():
-            if control.step("begin", self._begin_plainly, self._refuse_others):
+            begun = control.step("begin", self._begin_plainly, self._refuse_others)
+            if begun.is_occupied:
                 return True
+            if begun.base is not None and self.spec.run is None:
+                self._plan = replace(self._planned, base=begun.base)
             if self.session.spans_nodes:
                 control.step("confirm", self._confirm)
         return False
@@ -315,7 +339,7 @@ class Attempt:
         is_due: Whether the stages before it decided, on the coordinator. If not, nothing is decided
             here either, and the step is made again.
         """
-        if self.spec.run is None:
+        if self.spec.run is None or not self._strategy.surveys_ahead:
             return None
         stage = stage_with_views("survey", self._look, _view_in, self._agree)
 
@@ -386,6 +410,9 @@ class Attempt:
     def _survey(self, ids: Collection[str] = ()) -> View | None:
         if not self._owner:
             return None
+        if not self._strategy.reads_log:
+            known = self._state or LogState()
+            return self._means.domain, known.to_send((*ids, *self._strategy.asks_for))
         background = self.session.background
         if background is not None and self.spec.artifact is Kind.DIRECTORY:
             # Plain names never overwrite: the saves that the last commit replaced must be gone first.
@@ -418,10 +445,9 @@ class Attempt:
             )
         # A metric is a number of each rank's own: the seal, which is the same everywhere, has that
         # of the coordinator.
-        return replace(self._decide([view for _, view in answers]), metrics=self.spec.metrics)
-
-    def _decide(self, answers: Sequence[View | None]) -> SavePlan:
-        return plan_save(self.spec, collect_views(answers), self.session)
+        views = [view for _, view in answers]
+        plan = self._strategy.plan(self.spec, views, self.session)
+        return replace(plan, metrics=self.spec.metrics)
 
     @property
     def _looks_at_once(self) -> bool:
@@ -429,12 +455,12 @@ class Attempt:
         is_object = self._means.caps.shape is Shape.OBJECT
         return is_object and self.spec.artifact is not Kind.DIRECTORY
 
-    def _begin_plainly(self) -> _Begun | SymlinkError | CommitConflictError:
+    def _begin_plainly(self) -> BegunHere | SymlinkError | CommitConflictError:
         try:
             if self._look_for_foreign() and self._claims_if_name_exists:
                 self._began = False  # nothing was made, because the run must be claimed first
-                return _Begun(is_occupied=True)
-            return _Begun(self._begin())
+                return BegunHere(is_occupied=True)
+            return self._strategy.begin(self._here) if self._owner else BegunHere()
         except (SymlinkError, CommitConflictError) as error:
             self._began = False  # nothing was made, so there is nothing to abort
             return error  # a value, so that it is raised as its type
@@ -464,28 +490,14 @@ class Attempt:
             )
         return True
 
-    def _begin(self) -> tuple[str, ...]:
-        if not self._owner:
-            return ()
-        drive(begin(self._named, self._planned.base, replaces=self._foreign), self.storage)
-        if self.spec.artifact is Kind.DIRECTORY and self._named.shape is Shape.OBJECT:
-            # After our own record: if two attempts begin at the same time, at least one sees the
-            # other.
-            state = self._state or LogState()
-            return drive(other_attempts(self._named, state), self.storage)
-        return ()
-
     def _refuse_others(
-        self, answers: Sequence[_Begun | SymlinkError | CommitConflictError]
-    ) -> bool:
-        """Whether there is something under the name that the log does not know.
-
-        Then the run must be claimed.
-        """
+        self, answers: Sequence[BegunHere | SymlinkError | CommitConflictError]
+    ) -> BegunHere:
+        """Return how the save began. It is occupied if the run must be claimed for what has the name."""
         for answer in answers:
             if isinstance(answer, SymlinkError | CommitConflictError):
                 raise answer
-        begun = [answer for answer in answers if isinstance(answer, _Begun)]
+        begun = [answer for answer in answers if isinstance(answer, BegunHere)]
         others = [save_id for one in begun for save_id in one.others]
         if others:
             raise CommitConflictError(
@@ -494,7 +506,8 @@ class Attempt:
                 hint="files with plain names never overwrite; call prepare_run() to clean up "
                 "after a save that died",
             )
-        return any(one.is_occupied for one in begun)
+        base = next((one.base for one in begun if one.base is not None), None)
+        return BegunHere(is_occupied=any(one.is_occupied for one in begun), base=base)
 
     def _confirm(self) -> None:
         """Read the attempt's record through this node's own path, in one process per node.
@@ -601,16 +614,14 @@ class Attempt:
         return seal_of_plan(self._planned, self.spec, digest_of(encoded), origins)
 
     def _append_seal(self, seal: Seal) -> LogState | None:
-        # Without the run it replaces nothing: the name may have been taken while the save was
-        # written.
-        replaces = self.spec.if_exists is IfExists.REPLACE and self.spec.run is not None
+        self._seal = seal
         return seal_everywhere(
             self.session,
             self._named,
             seal,
             self._means,
             self._state,
-            decide=lambda current: may_seal(current, seal, replace=replaces),
+            decide=self._strategy.decision(seal, self.spec),
             may_try_again=self._claims_if_name_exists,
         )
 
@@ -624,7 +635,7 @@ class Attempt:
             self._planned, self.spec, self.session, [f for part in parts for f in part.files], files
         )
         self._manifest = manifest
-        encoded = encode_manifest(manifest)
+        encoded = self._strategy.described(manifest, self._here)
         files[MANIFEST] = encoded
         counters = tuple(part.counters for part in parts)
         digest, origins = digest_of(encoded), origins_of(manifest)
@@ -650,6 +661,7 @@ class Attempt:
         if self._owner:
             here = self._means.domain
             own_files = {n: f if isinstance(f, bytes) else f[here] for n, f in files.items()}
+            self._strategy.before_prepare(files, self._here)
             drive(prepare(self._named, own_files), self.storage)
             self._small |= own_files
 
@@ -663,6 +675,10 @@ class Attempt:
         Returns:
             The warnings, and how many bytes of older saves of the name stay.
         """
+        if not self._strategy.projects:
+            if self._owner:
+                self.session.touch_log_later()
+            return (), 0
 
         def together(ends: Sequence[_Finished]) -> tuple[tuple[str, ...], int]:
             # One value for all: else every rank reads as many values as there are ranks.
@@ -723,39 +739,13 @@ class Attempt:
         return _Finished(replaced_bytes=self._replaced_bytes(seal, at_once=at_once))
 
     def _replaced_bytes(self, seal: Seal, *, at_once: bool) -> int:
-        """Return the bytes of older saves of the name here that will not be removed soon.
-
-        Their sizes are in their manifests.
-        """
+        """Return the bytes of older saves of the name here that will not be removed soon."""
         if not self._planned.replaces or self._state is None:
             return 0
         here, own = self._means.domain, frozenset({seal.save_id} if at_once else ())
-        deleting = {
-            other.seal.save_id for other in to_clear({here: self._state}, here, at_once=own)
-        }
-        total = 0
-        for save in self._state.saves.living.values():
-            other = save.seal
-            if (
-                other is None
-                or other.name != seal.name
-                or other.save_id in {seal.save_id, *deleting}
-            ):
-                continue
-            if save.gone or save.aborted or here not in other.everywhere:
-                continue
-            total += sum(self._bytes_here(piece) for piece in pieces(other, here))
-        return total
-
-    def _bytes_here(self, piece: Seal) -> int:
-        try:
-            found = drive(find(piece, self._means.caps.shape, self.storage.root), self.storage)
-        except (StorageError, CkptfsError) as error:
-            logger.debug("how much of save %s stays is not known: %s", piece.save_id, error)
-            return 0
-        files = () if found.manifest is None else found.manifest.files
-        here = self._means.domain
-        return sum(file.size_bytes for file in files if file.domain in (None, here))
+        shape, root = self._means.caps.shape, self.storage.root
+        program = replaced_bytes(seal, here, self._state, shape, root, at_once=own)
+        return drive(program, self.storage)
 
     def _clears_plain_names(self) -> bool:
         """Whether a directory checkpoint is to be removed.
@@ -772,10 +762,24 @@ class Attempt:
 
     @_logged
     def abandon(self) -> None:
-        """Abort and remove our bytes after a failed begin, write or commit. Local, best effort.
+        """End this rank's part after a failed begin, write or commit. Local, best effort.
 
-        Nothing is removed once a seal was tried: recovery decides about that.
+        What it wrote is aborted and removed, unless the strategy keeps it for the next process. Nothing is
+        removed once a seal was tried: recovery decides about that.
         """
+        if not self._strategy.keeps_files:
+            self.give_up()
+            return
+        self._let_go()
+        if self._keys is None or not self._owner:
+            return
+        try:
+            self._strategy.leave(self._here)
+        except (CkptfsError, OSError) as error:
+            logger.debug("what is left of %s: %s", self.save_id, error)
+
+    def give_up(self) -> None:
+        """Abandon it although the strategy keeps its files: no process will continue it. Local, best effort."""
         try:
             self._abandon()
         finally:

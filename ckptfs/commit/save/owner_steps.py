@@ -9,14 +9,23 @@
     tidy      clear, and remove the attempt's record; in the background if deleting takes requests
     undo      abort what was not sealed everywhere, remove the bytes of our own failed attempt
 
-``attempt.py`` runs them over all ranks; the model search in ``tests/model`` runs the same programs.
+``attempt.py`` runs them over all ranks; the model search in ``tests/model`` runs the same programs. Which of them
+an attempt runs is a value, because the order of its steps is always the same:
+
+    Strategy              a save that one group of ranks begins, writes and commits
+    ArrivedStrategy       files that arrived one by one, committed by one process    (shared_attempt)
+    ResumableStrategy     a copy that the next process resumes                       (shared_attempt)
+    PartStrategy          a part of a checkpoint: its seal is a promise              (parts.parts)
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import logging
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from ckptfs.commit.catalog.catalog import find
 from ckptfs.commit.decisions import Refusal, may_abort, may_seal, to_clear
 from ckptfs.commit.delete.deletion_steps import delete_save, discard_own_attempt
 from ckptfs.commit.log.append import (
@@ -30,8 +39,9 @@ from ckptfs.commit.log.append import (
     make_log,
     write_snapshot,
 )
-from ckptfs.commit.log.entries import Decided, Generation, Outcome, Seal
+from ckptfs.commit.log.entries import Body, Decided, Generation, Kind, Outcome, Seal
 from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.manifest import Manifest, encode_manifest
 from ckptfs.commit.operations import (
     MakeDir,
     Pause,
@@ -39,21 +49,35 @@ from ckptfs.commit.operations import (
     Sync,
     Write,
     WriteFiles,
+    drive,
     name_is_plain,
 )
 from ckptfs.commit.ownership.recovery import encode_record
 from ckptfs.commit.paths import ATTEMPTS, AttemptKeys
+from ckptfs.commit.save.plain_names import other_attempts
+from ckptfs.commit.save.planning import SavePlan, plan_save
 from ckptfs.commit.save.projection import InHand, drop_record, project
-from ckptfs.errors import NotFoundError, StaleError, StorageError
+from ckptfs.commit.save.spec import IfExists, SaveSpec, SmallFile
+from ckptfs.commit.session import RunSession, View, collect_views
+from ckptfs.commit.state import pieces
+from ckptfs.errors import CkptfsError, NotFoundError, StaleError, StorageError
 from ckptfs.storage.base import Shape, first_of
+from ckptfs.uri import Uri
+
+logger = logging.getLogger("ckptfs.commit")
 
 __all__ = [
+    "BegunHere",
     "Cleared",
+    "Here",
+    "Strategy",
     "begin",
     "clear",
     "finish",
+    "others_of_name",
     "prepare",
     "record_abort",
+    "replaced_bytes",
     "seal_save",
     "survey",
     "tidy",
@@ -67,6 +91,48 @@ class Cleared:
 
     saves: int
     state: LogState
+
+
+def replaced_bytes(
+    seal: Seal,
+    here: str,
+    state: LogState,
+    shape: Shape,
+    root: Uri,
+    *,
+    at_once: frozenset[str],
+) -> Program[int]:
+    """Return the bytes of older saves of a name that will not be removed soon. Their manifests have the sizes.
+
+    Args:
+        seal: The newest save of the name.
+        here: The domain.
+        state: The domain's log.
+        shape: The shape of its storage.
+        root: The run, for messages.
+        at_once: ids of saves that remove at once what they replaced.
+    """
+    deleting = {other.seal.save_id for other in to_clear({here: state}, here, at_once=at_once)}
+    total = 0
+    for save in state.saves.living.values():
+        other = save.seal
+        if other is None or other.name != seal.name or other.save_id in {seal.save_id, *deleting}:
+            continue
+        if save.gone or save.aborted or here not in other.everywhere:
+            continue
+        for one in pieces(other, here):
+            total += yield from _bytes_of(one, here, shape, root)
+    return total
+
+
+def _bytes_of(piece: Seal, here: str, shape: Shape, root: Uri) -> Program[int]:
+    try:
+        found = yield from find(piece, shape, root)
+    except (StorageError, CkptfsError) as error:
+        logger.debug("how much of save %s stays is not known: %s", piece.save_id, error)
+        return 0
+    files = () if found.manifest is None else found.manifest.files
+    return sum(file.size_bytes for file in files if file.domain in (None, here))
 
 
 def survey() -> Program[LogState]:
@@ -270,3 +336,101 @@ def undo(keys: AttemptKeys, base: Generation, means: Means) -> Program[bool]:
 def record_abort(save_id: str, means: Means) -> Program[LogState]:
     """Record that another domain aborted a save that is sealed here."""
     return (yield from _record(save_id, Outcome.ABORTED, means, None))
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A save as one rank knows it once it has its keys.
+
+    Attributes:
+        session: The session at the run.
+        spec: What is saved.
+        keys: The keys of its files.
+        base: The generation that it carries.
+        state: The log of this rank's domain, on its owner.
+        foreign: The digest of another program's checkpoint under the name, which this save replaces.
+    """
+
+    session: RunSession
+    spec: SaveSpec
+    keys: AttemptKeys
+    base: Generation
+    state: LogState | None
+    foreign: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BegunHere:
+    """How a save began in one domain, or in all of them.
+
+    Attributes:
+        others: Other attempts of the same name.
+        is_occupied: Nothing was made, because there is something under the name.
+        base: The generation that another process began this save under.
+    """
+
+    others: tuple[str, ...] = ()
+    is_occupied: bool = False
+    base: Generation | None = None
+
+
+class Strategy:
+    """A save that one group of ranks begins, writes and commits; what other kinds of saves do, they say by overriding.
+
+    A strategy has no state: what it learned goes into its answers, and the attempt keeps it.
+
+    Attributes:
+        surveys_ahead: Whether the survey can be a stage of a step before ``begin``.
+        reads_log: Whether an owner reads its log in the survey. If not, ``before_begin`` has left it.
+        projects: Whether the save is committed by its seal, and shown under its name then.
+        keeps_files: Whether the files of a failed attempt stay for the next process: ``leave`` ends it then.
+    """
+
+    surveys_ahead: ClassVar[bool] = True
+    reads_log: ClassVar[bool] = True
+    projects: ClassVar[bool] = True
+    keeps_files: ClassVar[bool] = False
+
+    @property
+    def asks_for(self) -> Collection[str]:
+        """The ids of further saves to be sent in the survey."""
+        return ()
+
+    def before_begin(self, session: RunSession) -> LogState | None:
+        """Do what has to be in the logs first; return the log of the domain that this rank owns. Collective."""
+        del session
+        return None
+
+    def plan(self, spec: SaveSpec, views: Sequence[View | None], session: RunSession) -> SavePlan:
+        """Decide the id, place and base of the save from all logs. On the coordinator."""
+        return plan_save(spec, collect_views(views), session)
+
+    def begin(self, here: Here) -> BegunHere:
+        """Make the attempt's directories and its record. On an owner."""
+        drive(begin(here.keys, here.base, replaces=here.foreign), here.session.storage)
+        # After our own record: if two attempts begin at the same time, at least one sees the other.
+        return BegunHere(others_of_name(here, here.state or LogState()))
+
+    def described(self, manifest: Manifest, here: Here) -> bytes:
+        """Return the manifest as it is sealed. On the coordinator, which is an owner if there is one domain."""
+        del here
+        return encode_manifest(manifest)
+
+    def before_prepare(self, files: Mapping[str, SmallFile], here: Here) -> None:
+        """Do what has to be done before the small files are stored. On an owner."""
+
+    def decision(self, seal: Seal, spec: SaveSpec) -> Callable[[LogState], Body | Refused[Refusal]]:
+        """Return what decides, at each new state of the log, whether the seal may be appended, and as what."""
+        # Without the run it replaces nothing: the name may have been taken while the save was written.
+        replaces = spec.if_exists is IfExists.REPLACE and spec.run is not None
+        return lambda current: may_seal(current, seal, replace=replaces)
+
+    def leave(self, here: Here) -> None:
+        """End an attempt with files that stay. Local, on an owner."""
+
+
+def others_of_name(here: Here, state: LogState) -> tuple[str, ...]:
+    """Return other attempts of the same name, where two at once would write the same names."""
+    if here.spec.artifact is Kind.DIRECTORY and here.keys.shape is Shape.OBJECT:
+        return drive(other_attempts(here.keys, state), here.session.storage)
+    return ()

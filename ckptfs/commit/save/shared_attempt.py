@@ -11,7 +11,7 @@ fence that comes after the first file fences the save like any other, and the ne
 
     copies              next_id         the id of a copy: by its source and its name, so that it is
                                         found again
-                        ResumableAttempt  begin  its record, or the one that is there
+                        ResumableStrategy begin  its record, or the one that is there
                                           write  what the caller likes; a failure or a kill leaves it
                                           commit the manifest by an exclusive create, or the one that
                                                   is there; the seal is the ordinary one
@@ -24,17 +24,16 @@ begin of an attempt, the new owner aborts it. An abort or a seal uses an id up; 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptfs.commit.log.append import catch_up
-from ckptfs.commit.log.entries import Generation, Kind
+from ckptfs.commit.log.entries import Generation
 from ckptfs.commit.log.fold import LogState
-from ckptfs.commit.manifest import Manifest, decode_manifest, digest_of
+from ckptfs.commit.manifest import Manifest, decode_manifest, encode_manifest
 from ckptfs.commit.operations import (
     Create,
     List,
@@ -55,14 +54,13 @@ from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.recovery_plan import decode_record, encode_record
 from ckptfs.commit.ownership.run import Caller, Run
 from ckptfs.commit.paths import ATTEMPTS, MANIFEST, PARTIAL_PREFIX, AttemptKeys, staging_key
-from ckptfs.commit.save.attempt import Attempt, Gathered
+from ckptfs.commit.save.attempt import Attempt
 from ckptfs.commit.save.foreign_metadata import names_save
-from ckptfs.commit.save.owner_steps import survey
-from ckptfs.commit.save.plain_names import other_attempts
-from ckptfs.commit.save.planning import SavePlan, origins_of
+from ckptfs.commit.save.owner_steps import BegunHere, Here, Strategy, others_of_name, survey
+from ckptfs.commit.save.planning import SavePlan
 from ckptfs.commit.save.projection import discard_source
 from ckptfs.commit.save.sealing import undo_here
-from ckptfs.commit.save.spec import IfExists, SaveSpec, SmallFile, WrittenPart, fresh_ids
+from ckptfs.commit.save.spec import IfExists, SaveSpec, SmallFile, fresh_ids
 from ckptfs.commit.session import Place, RunSession, View, start_session
 from ckptfs.commit.state import save_named
 from ckptfs.control.control import SoloControl, default_timeout_s
@@ -82,9 +80,9 @@ from ckptfs.storage.base import DataWriter, Entry, Shape, Storage
 
 __all__ = [
     "AGAIN",
-    "Arrived",
+    "ArrivedStrategy",
     "Joined",
-    "ResumableAttempt",
+    "ResumableStrategy",
     "begun_by",
     "give_up",
     "join",
@@ -236,31 +234,35 @@ def give_up(joined: Joined) -> None:
     undo_here(joined.session, joined.keys, joined.base, means)
 
 
-class Arrived(Attempt):
-    """An attempt with all of its files, in the process that commits it."""
+@dataclass(frozen=True, slots=True)
+class ArrivedStrategy(Strategy):
+    """A save with all of its files, in the process that commits it.
 
-    def __init__(self, session: RunSession, spec: SaveSpec, base: Generation) -> None:
-        super().__init__(session, spec)
-        self._base = base
+    Attributes:
+        base: The generation in its record.
+    """
 
-    def _decide(self, answers: Sequence[View | None]) -> SavePlan:
-        plan = super()._decide(answers)
+    base: Generation
+
+    def plan(self, spec: SaveSpec, views: Sequence[View | None], session: RunSession) -> SavePlan:
+        """As ``Strategy.plan``, with the base of the record."""
+        plan = Strategy.plan(self, spec, views, session)
         # The holder of the run may seal what it began under an earlier generation. Otherwise the
         # record's base counts: else a fence that came after the first file would not fence this
         # save.
-        return plan if self.spec.run is not None else replace(plan, base=self._base)
+        return plan if spec.run is not None else replace(plan, base=self.base)
 
-    def _begin(self) -> tuple[str, ...]:
-        if self._foreign is not None:
-            # Its record was made with the first file, before it was known what it would replace.
-            keys = self._named
-            record = encode_record(keys.save_id, keys.name, self._base, replaces=self._foreign)
-            self.storage.replace(keys.record, record)
-        return ()
+    def begin(self, here: Here) -> BegunHere:
+        """Only complete the record: it was made with the first file, before it was known what is replaced."""
+        if here.foreign is not None:
+            keys = here.keys
+            record = encode_record(keys.save_id, keys.name, self.base, replaces=here.foreign)
+            here.session.storage.replace(keys.record, record)
+        return BegunHere()
 
 
 @contextlib.contextmanager
-def open_attempt(joined: Joined, spec: SaveSpec) -> Iterator[Arrived]:
+def open_attempt(joined: Joined, spec: SaveSpec) -> Iterator[Attempt]:
     """Yield the attempt over the files that arrived, begun. An error in the block abandons it.
 
     If ``spec.if_exists`` is REPLACE and the name is taken, it claims the run during the block, as
@@ -276,11 +278,10 @@ def open_attempt(joined: Joined, spec: SaveSpec) -> Iterator[Arrived]:
         with _giving_up(joined):
             run = _claimed(joined, spec, stack)
             if run is None:
-                attempt = Arrived(
-                    joined.session, replace(spec, if_exists=IfExists.ERROR), joined.base
-                )
+                session, spec = joined.session, replace(spec, if_exists=IfExists.ERROR)
             else:
-                attempt = Arrived(run.session, replace(spec, run=run.generation), joined.base)
+                session, spec = run.session, replace(spec, run=run.generation)
+            attempt = Attempt(session, spec, strategy=ArrivedStrategy(joined.base))
             attempt.begin()
         try:
             yield attempt
@@ -338,89 +339,50 @@ def next_id(origin: str, name: str, shape: Shape, state: LogState, *, held: bool
     raise AssertionError("unreachable")
 
 
-class ResumableAttempt(Attempt):
-    """One save on one rank, as ``Attempt``; ``spec.save_id`` comes from ``next_id``.
+class ResumableStrategy(Strategy):
+    """A save with files that the next process continues with; ``spec.save_id`` comes from ``next_id``.
 
     Only for one domain: with disks of several nodes, no single process can see all existing files.
     """
 
-    _base: Generation | None = None
+    keeps_files = True
 
-    def begin(self) -> None:
-        """Begin as ``Attempt.begin``, with the files of an earlier process of the same id.
+    def begin(self, here: Here) -> BegunHere:
+        """Begin with the files of an earlier process of the same id, if there are any."""
+        storage, exclusive = here.session.storage, here.session.caps.exclusive_create
+        base = drive(join(here.keys, fresh_ids(), exclusive=exclusive), storage)
+        return BegunHere(others_of_name(here, drive(catch_up(), storage)), base=base)
 
-        Collective.
-        """
-        super().begin()
-        if self.spec.run is None:
-            base = self.session.control.step("base", lambda: self._base, _first)
-            self._plan = dataclasses.replace(self._planned, base=base)
-
-    def _begin(self) -> tuple[str, ...]:
-        if not self._owner:
-            return ()
-        exclusive = self._means.caps.exclusive_create
-        program = join(self._named, fresh_ids(), exclusive=exclusive)
-        self._base = drive(program, self.storage)
-        if self.spec.artifact is Kind.DIRECTORY and self._named.shape is Shape.OBJECT:
-            state = drive(catch_up(), self.storage)
-            return drive(other_attempts(self._named, state), self.storage)
-        return ()
-
-    def _gather(
-        self,
-        parts: list[WrittenPart],
-        finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
-    ) -> Gathered:
-        gathered = super()._gather(parts, finish)
-        encoded = self._files[MANIFEST]
-        if not isinstance(encoded, bytes):
-            raise TypeError("one domain has one manifest")
-        exclusive = self._means.caps.exclusive_create
-        stored = drive(_once(f"{self._named.data}/{MANIFEST}", encoded, exclusive), self.storage)
+    def described(self, manifest: Manifest, here: Here) -> bytes:
+        """Return the manifest of the first process that made one: it is the manifest of all."""
+        storage, encoded = here.session.storage, encode_manifest(manifest)
+        exclusive = here.session.caps.exclusive_create
+        stored = drive(_once(f"{here.keys.data}/{MANIFEST}", encoded, exclusive), storage)
         if stored == encoded:
-            return gathered
-        where = self.storage.uri(self.spec.name)
-        manifest = decode_manifest(stored, where)
-        if _what(manifest) != _what(decode_manifest(encoded, where)):
+            return encoded
+        where = storage.uri(here.spec.name)
+        if _what(decode_manifest(stored, where)) != _what(decode_manifest(encoded, where)):
             raise StateError(
                 "another version of ckptfs or torch began this copy and described it differently",
                 uri=where,
                 hint="finish it with that version, or remove what is left of it: ckptfs gc "
                 "--delete",
             )
-        self._files[MANIFEST] = stored
-        digest, origins = digest_of(stored), origins_of(manifest)
-        return dataclasses.replace(gathered, digest=digest, origins=origins)
+        return stored
 
-    def _prepare(self, files: Mapping[str, SmallFile]) -> None:
-        manifest = files.get(MANIFEST)
-        if self._owner and self._named.shape is Shape.FILESYSTEM and isinstance(manifest, bytes):
-            listed = decode_manifest(manifest, self.storage.uri(self.spec.name)).files
-            drive(_tidy(self._named.attempt, {f.path for f in listed}), self.storage)
-        super()._prepare(files)
+    def before_prepare(self, files: Mapping[str, SmallFile], here: Here) -> None:
+        """Remove what killed processes left incomplete, on a filesystem."""
+        manifest, storage = files.get(MANIFEST), here.session.storage
+        if here.keys.shape is Shape.FILESYSTEM and isinstance(manifest, bytes):
+            listed = decode_manifest(manifest, storage.uri(here.spec.name)).files
+            drive(_tidy(here.keys.attempt, {f.path for f in listed}), storage)
 
-    def abandon(self) -> None:
-        """End this process's part of the attempt. Local, best effort.
+    def leave(self, here: Here) -> None:
+        """Leave the files to the next process, unless another copy of the same save was committed.
 
-        The files stay for the next process, unless another copy of the same save was committed:
-        then the files that this process made later must never be projected.
+        The files that this process made later must never be projected then.
         """
-        self._let_go()
-        if self._keys is None or not self._owner:
-            return
-        try:
-            drive(_clear_after(self._keys), self.storage)
-        except (CkptfsError, OSError) as error:
-            logger.debug("what is left of %s: %s", self.save_id, error)
-
-    def give_up(self) -> None:
-        """Abandon as ``Attempt.abandon``: no process will continue it. Local, best effort."""
-        super().abandon()
-
-
-def _first(bases: Sequence[Generation | None]) -> Generation:
-    return next(base for base in bases if base is not None)
+        drive(_clear_after(here.keys), here.session.storage)
 
 
 def _once(key: str, data: bytes, exclusive: bool) -> Program[bytes]:  # noqa: FBT001 - named by its callers
