@@ -192,6 +192,7 @@ class _Claimant:
         self._judged = GENESIS  # the newest fence of this domain when its owner was judged
         self._surveyed = False
         self._fenced: Appended | None = None
+        self._reported: LogState | None = None  # the log of this domain, as the report has it
         self._until = math.inf  # the coordinator's; for a call that waits
         self.caller = Caller()
 
@@ -419,14 +420,12 @@ class _Claimant:
         session = self._session
         caps = session.caps
 
-        own_states: list[LogState] = []
-
         def local(ids: Collection[str]) -> Report | None:
             if not self._owner:
                 return None
             found = drive(report(self._domain, generation, caps, self._known), session.storage)
             session.known.learn(found.state)
-            own_states[:] = [found.state]
+            self._reported = found.state
             # An aborted attempt in this domain may have lost its record: then only the log knows it.
             here = {attempt.save_id for attempt in found.attempts}
             return replace(found, state=found.state.to_send({*ids, *here}))
@@ -455,9 +454,9 @@ class _Claimant:
         )
 
         def carry_out() -> None:
-            if plan is not None:
+            if plan is not None and self._reported is not None:
                 program = settle(
-                    replace(plan, views={**plan.views, self._domain: own_states[0]}),
+                    replace(plan, views={**plan.views, self._domain: self._reported}),
                     Means(self._domain, caps, self._ids, self._stamp).held_by(generation),
                     left_to_caller=self._deferred_deletes,
                 )
