@@ -261,8 +261,8 @@ def cli(words: list[str], options: Options) -> dict[str, Any]:
 # -- readers ---------------------------------------------------------------------------------------
 
 
-def observe(run: str, options: Options) -> dict[str, Any]:
-    """All that a reader of this version sees: by the API, and by the command line."""
+def observe(run: str, options: Options, *, deep: bool = True) -> dict[str, Any]:
+    """All that a reader of this version sees: by the API, and by the command line; deep: also by verify."""
     newest = ckptfs.latest(run, storage_options=options)
     listed = ckptfs.list_checkpoints(run, storage_options=options)
     seen: dict[str, Any] = {
@@ -277,6 +277,8 @@ def observe(run: str, options: Options) -> dict[str, Any]:
     for found in listed:
         name = found.uri.name
         seen["labels"][name] = _label_of(run, name, found.kind.value, list(found.parts), options)
+        if not deep:
+            continue
         told = cli(["verify", f"{run}/{name}", "--deep"], options)
         seen["verdicts"][name] = [told["exit"], (told["document"] or {}).get("verdict")]
     told = cli(["latest", run], options)
