@@ -375,9 +375,9 @@ class BegunHere:
 
 
 class Strategy:
-    """A save that one group of ranks begins, writes and commits; what other kinds of saves do, they say by overriding.
+    """A save that one group of ranks begins, writes and commits. Other kinds of save override what they do otherwise.
 
-    A strategy has no state: what it learned goes into its answers, and the attempt keeps it.
+    A strategy has no state: what it learns goes into its answers, and the attempt keeps it.
 
     Attributes:
         surveys_ahead: Whether the survey can be a stage of a step before ``begin``.
