@@ -409,7 +409,7 @@ class Strategy:
         """Make the attempt's directories and its record. On an owner."""
         drive(begin(here.keys, here.base, replaces=here.foreign), here.session.storage)
         # After our own record: if two attempts begin at the same time, at least one sees the other.
-        return BegunHere(others_of_name(here, here.state or LogState()))
+        return BegunHere(others_of_name(here, lambda: here.state or LogState()))
 
     def described(self, manifest: Manifest, here: Here) -> bytes:
         """Return the manifest as it is sealed. On the coordinator, which is an owner if there is one domain."""
@@ -429,8 +429,11 @@ class Strategy:
         """End an attempt with files that stay. Local, on an owner."""
 
 
-def others_of_name(here: Here, state: LogState) -> tuple[str, ...]:
-    """Return other attempts of the same name, where two at once would write the same names."""
+def others_of_name(here: Here, log_of: Callable[[], LogState]) -> tuple[str, ...]:
+    """Return other attempts of the same name, where two at once would write the same names.
+
+    ``log_of`` returns the log of the domain. It is called only there, because it may have to read.
+    """
     if here.spec.artifact is Kind.DIRECTORY and here.keys.shape is Shape.OBJECT:
-        return drive(other_attempts(here.keys, state), here.session.storage)
+        return drive(other_attempts(here.keys, log_of()), here.session.storage)
     return ()

@@ -351,7 +351,8 @@ class ResumableStrategy(Strategy):
         """Begin with the files of an earlier process of the same id, if there are any."""
         storage, exclusive = here.session.storage, here.session.caps.exclusive_create
         base = drive(join(here.keys, fresh_ids(), exclusive=exclusive), storage)
-        return BegunHere(others_of_name(here, drive(catch_up(), storage)), base=base)
+        others = others_of_name(here, lambda: drive(catch_up(), storage))
+        return BegunHere(others, base=base)
 
     def described(self, manifest: Manifest, here: Here) -> bytes:
         """Return the manifest of the first process that made one: it is the manifest of all."""
