@@ -32,7 +32,7 @@ from ckptfs.topology.storage_domains import (
     Placement,
     Probe,
     Scope,
-    node_leads,
+    leads_node,
     placement_in,
     probe_domains,
     reading_stage,
@@ -48,6 +48,7 @@ __all__ = [
     "agree_uri",
     "collect_views",
     "finish_with_views",
+    "is_relative",
     "naming",
     "open_reading",
     "open_session",
@@ -506,8 +507,7 @@ class _ReadOpening:
 
         A rank that failed alone would leave the others waiting in their next step.
         """
-        node = self._control.world.node
-        is_lead = node_leads(self._control.worlds)[node] == self._control.rank
+        node, is_lead = self._control.world.node, leads_node(self._control)
 
         def local() -> str | None:
             if not is_lead:

@@ -47,6 +47,7 @@ __all__ = [
     "Probe",
     "Scope",
     "group_nodes",
+    "leads_node",
     "node_leads",
     "placement_in",
     "probe_domains",
@@ -120,6 +121,11 @@ def node_leads(worlds: Sequence[World]) -> dict[str, int]:
     for rank, world in enumerate(worlds):
         leads.setdefault(world.node, rank)
     return leads
+
+
+def leads_node(control: Control) -> bool:
+    """Whether this rank is the lowest of its node."""
+    return node_leads(control.worlds)[control.world.node] == control.rank
 
 
 def group_nodes(worlds: Sequence[World], keys: Mapping[str, str]) -> tuple[Domain, ...]:
@@ -208,15 +214,13 @@ def reading_stage(control: Control, probe_of: Callable[[], Probe], scope: Scope)
 def placement_in(control: Control, answer: object) -> Placement:
     """Return the placement of this rank, from the answer of ``reading_stage``."""
     assert isinstance(answer, _Ruling)  # noqa: S101 - what rule() returned
-    is_lead = node_leads(control.worlds)[control.world.node] == control.rank
-    return _place(answer.domains, control.rank, is_lead=is_lead)
+    return _place(answer.domains, control.rank, is_lead=leads_node(control))
 
 
 def _probe_stage(
     control: Control, probe_of: Callable[[], Probe], scope: Scope, *, tokens: bool
 ) -> Stage:
-    worlds = control.worlds
-    is_lead = node_leads(worlds)[control.world.node] == control.rank
+    worlds, is_lead = control.worlds, leads_node(control)
 
     def look() -> Answer | NotFoundError | None:
         if not is_lead:
