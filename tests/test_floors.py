@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from benchmarks import coordinator, planner, readers
+from benchmarks import coordinator, history, planner, readers
 from benchmarks.floors import __main__ as floors
 from benchmarks.floors.claims import (
     CLAIMS,
@@ -159,6 +159,13 @@ def test_stock_is_not_run_where_it_would_not_fit(monkeypatch: pytest.MonkeyPatch
     result = planner.measured([2], 3, 1)
     assert [one.engine for one in result.samples] == ["ckptfs"]
     assert "stock DCP was not run" in result.notes[0]
+
+
+def test_a_turn_in_an_old_run_is_the_median_of_its_saves() -> None:
+    """Of an even number the mean of the middle two, as in every other row; clock and CPU each by itself."""
+    walls, cpus = (5.0, 1.0, 8.0, 2.0), (0.25, 0.5, 0.125, 0.75)
+    calls = [history.Spent(*one) for one in zip(walls, cpus, strict=True)]
+    assert history.median_of(calls) == history.Spent(3.5, 0.375)
 
 
 def _samples(engine: str, seconds: list[float], **more: float) -> list[Sample]:
