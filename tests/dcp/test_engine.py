@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfs.commit.digests import FileDigests
 from ckptfs.control.control import SoloControl
 from ckptfs.dcp.write.host_memory import Loan
 from ckptfs.dcp.write.rank_files import Cancelled, FileTask, FileWritten, split_items, stream_engine
@@ -55,17 +54,20 @@ class Noting(DataWriter):
 
 
 class NotingStorage(MemoryStorage):
-    """A store of one file that is not kept."""
+    """A store of one data file that is not kept, and of its sidecar."""
 
     def __init__(self) -> None:
         super().__init__(Uri.parse("memory://engine/run"), stores=MemoryStores())
+        self.make_dir("")
         self.hint: int | None = None
         self.bytes = b""
         self.kinds: list[tuple[str, int]] = []
         self.on_lend: Callable[[Any], object] = lambda data: None
 
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
-        """A writer that notes."""
+        """A writer that notes, but for the sidecar."""
+        if key.endswith(".xxh3"):
+            return super().open_write(key, size_hint_bytes=size_hint_bytes)
         self.hint = size_hint_bytes
         return Noting(self)
 
@@ -133,18 +135,26 @@ def test_what_is_lent_is_as_it_was_when_the_file_is_closed() -> None:
 
 @pytest.mark.parametrize("shape", Shape)
 def test_a_file_is_closed_once(shape: Shape) -> None:
-    """A second close is an error to some storages. On object stores what is next to the file is written
-    while it is closed.
+    """A second close is an error to some storages. On object stores the sidecar is written while the file
+    is closed.
     """
-    plan, made = Plan(), list[FileDigests]()
+    plan, side_by_side = Plan(), list[int]()
     root = Uri.parse("memory://engine/closed")
     inner = MemoryStorage(root, shape=shape, stores=MemoryStores())
     inner.make_dir("")
     planned = plan_save({"w": torch.ones(3)}, SoloControl())
-    task = FileTask("f", split_items(planned.items, 1)[0], beside=made.append)
-    stream_engine(FaultyStorage(inner, plan), task, planned.resolve, Cancelled())
-    assert [one.op for one in plan.trace].count("close") == 1
-    assert len(made) == (1 if shape is Shape.OBJECT else 0)
+    task = FileTask("f.distcp", split_items(planned.items, 1)[0])
+
+    class Counting(FaultyStorage):
+        def at_once(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+            side_by_side.append(len(calls))
+            return super().at_once(calls)
+
+    wrote = stream_engine(Counting(inner, plan), task, planned.resolve, Cancelled())
+    closed = [one.key for one in plan.trace if one.op == "close"]
+    assert sorted(closed) == ["f.distcp", "f.xxh3"]
+    assert inner.stat("f.xxh3").size_bytes == wrote.sidecar.size_bytes
+    assert side_by_side == ([2] if shape is Shape.OBJECT else [])
 
 
 @pytest.mark.parametrize("failing", [0, 2, 5])

@@ -26,7 +26,7 @@ from ckptfs.dcp.write.rank_files import (
     Cancelled,
     FileTask,
     FileWritten,
-    Written,
+    RankFiles,
     auto_engine,
     sidecar_name,
     write_files,
@@ -50,7 +50,7 @@ def full_disk() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def write_state(storage: Storage, threads: int = 1, state: Any = None) -> Written:
+def write_state(storage: Storage, threads: int = 1, state: Any = None) -> RankFiles:
     """All of STATE into save-1/ by this process alone."""
     planned = plan_save(STATE if state is None else state, SoloControl())
     storage.make_dir("save-1")
@@ -78,7 +78,9 @@ def test_items_are_exactly_what_torch_saves(tmp_path: Path) -> None:
 
     raw = (tmp_path / "save-1" / "__0_0.xxh3").read_bytes()
     items = decode_digests(raw, "x").items
-    for (name, tensor), place, item in zip(state.items(), written.placed[0], items, strict=True):
+    for (name, tensor), place, item in zip(
+        state.items(), written.files[0].placed, items, strict=True
+    ):
         blob = io.BytesIO()
         torch.serialization.set_crc32_options(False)
         try:
@@ -234,9 +236,9 @@ def test_what_a_rank_wrote_is_durable_when_it_says_so(tmp_path: Path, threads: i
     disk.materialise(str(tmp_path / "after"))
     left = (tmp_path / "after" / "save-1").iterdir()
     found = {f.name: f.stat().st_size for f in left if not f.name.startswith(".partial-")}
-    data = dict(zip(written.names, written.sizes_bytes, strict=True))
-    sidecars = zip(written.names, written.sidecars, strict=True)
-    assert found == data | {sidecar_name(name): size for name, (size, _) in sidecars}
+    data = {file.name: file.size_bytes for file in written.files}
+    sidecars = {sidecar_name(file.name): file.sidecar.size_bytes for file in written.files}
+    assert found == data | sidecars
     assert len(data) == threads
 
 

@@ -86,10 +86,11 @@ class Cut(ParallelWriter):
 
 
 class Windowed(MemoryStorage):
-    """A store of one file, written in windows of so many bytes."""
+    """A store of one data file, written in windows of so many bytes, and of its sidecar."""
 
     def __init__(self, window_bytes: int, threads: int = 1) -> None:
         super().__init__(Uri.parse("memory://windows/run"), stores=MemoryStores())
+        self.make_dir("")
         self.window_bytes, self.threads = window_bytes, threads
         self.file = b""
         self.aborted = False

@@ -60,8 +60,8 @@ from ckptfs.dcp.write.host_memory import Loan, Resolve, host_tensor, memory_of
 from ckptfs.dcp.write.pipeline import encode_placed, written_part
 from ckptfs.dcp.write.rank_files import (
     Placed,
+    RankFiles,
     WriteEngine,
-    Written,
     auto_engine,
     data_name,
     files_for,
@@ -445,7 +445,7 @@ class _ReusedFile:
 class _Outcome:
     """What was written, what was taken over, and all that could have been taken over."""
 
-    written: Written
+    wrote: RankFiles
     reused: tuple[_ReusedFile, ...]
     unchanged: Mapping[int, HeldItem]
 
@@ -500,7 +500,7 @@ def write_changed(
     files = files_for(
         site.storage, site.prefix, [items_here.items[at] for at in remaining], threads
     )
-    written = write_files(
+    wrote = write_files(
         site.storage,
         site.prefix,
         items_here.rank,
@@ -511,9 +511,9 @@ def write_changed(
         buckets=bundles(items_here.items, remaining, unchanged.keys() - used, memory.cut, files),
         first=0 if site.is_shared else len(in_use),
     )
-    if reused and not written.names:
+    if reused and not wrote.files:
         site.storage.sync(site.prefix.rstrip("/"))
-    outcome = _Outcome(written, tuple(reused), unchanged)
+    outcome = _Outcome(wrote, tuple(reused), unchanged)
     part = _part_of(site, outcome)
     memory.learn(_as_base(items_here, site, part, outcome))
     counters = dataclasses.replace(part.counters, verify_s=part.counters.verify_s + compare_s)
@@ -595,8 +595,8 @@ def _listed(held: HeldFile, site: Site) -> HeldFile | None:
 
 def _part_of(site: Site, outcome: _Outcome) -> WrittenPart:
     """Return what the coordinator needs to know: files taken over first, then those written."""
-    save_id, written, unchanged = site.keys.save_id, outcome.written, outcome.unchanged
-    own = written_part(written, save_id, site.domain, save_id if site.is_shared else None)
+    save_id, wrote, unchanged = site.keys.save_id, outcome.wrote, outcome.unchanged
+    own = written_part(wrote, save_id, site.domain, save_id if site.is_shared else None)
     placed = [
         tuple(
             Placed(p, unchanged[p].digests.offset, unchanged[p].digests.length)
@@ -611,7 +611,7 @@ def _part_of(site: Site, outcome: _Outcome) -> WrittenPart:
         items=own.counters.items + len(reused_lengths),
         referenced_bytes=sum(reused_lengths),
     )
-    payload = encode_placed([*placed, *written.placed])
+    payload = encode_placed([*placed, *(file.placed for file in wrote.files)])
     return WrittenPart((*files, *own.files), counters, payload)
 
 
@@ -626,10 +626,9 @@ def _as_base(items_here: RankItems, site: Site, part: WrittenPart, outcome: _Out
                 outcome.unchanged[position], path=reused_file.file.record.path
             )
             items[items_here.items[position].index] = moved
-    written = outcome.written
-    for name, placed, digests in zip(written.names, written.placed, written.digests, strict=True):
-        path = f"{site.keys.save_id}/{name}"
-        for place, known in zip(placed, digests.items, strict=True):
+    for file in outcome.wrote.files:
+        path = f"{site.keys.save_id}/{file.name}"
+        for place, known in zip(file.placed, file.digests.items, strict=True):
             item = items_here.items[place.position]
             data = item.tensor_data
             dtype = None if data is None else data.properties.dtype

@@ -8,7 +8,7 @@ field is not written; readers accept it with and without.
 
 From columns, the opcodes of the pickle are written directly, many similar records at a time:
 
-    placed_in(world, parts, root)     checked: what was planned was written, inside its files   -> Placed
+    placed_in(world, parts, root)     checked: what was planned was written, inside its files   -> PlacedRows
     places_for(world, placed, ranks)  the entries of one ``.metadata``                          -> Places
     Described(world).encode(places, storage_meta)    -> bytes, equal to torch's when unpickled
 
@@ -228,7 +228,7 @@ PLACED = np.dtype([("file", "<u4"), ("offset", "<u8"), ("length", "<u8")])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class PlacedRows:
     """Every row that was written, in order of rank and plan; columns as in ``Places``."""
 
     paths: tuple[str, ...]
@@ -238,7 +238,7 @@ class Placed:
     lengths: Ints
 
 
-def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> Placed:
+def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> PlacedRows:
     """Return where the ranks wrote their items.
 
     ``root`` is the URI of the run, for the paths of shared files.
@@ -274,7 +274,7 @@ def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> P
         paths += [f.path if root is None else stock_path(f, root) for f in files]
     everything = np.concatenate(placed_by_rank)
     first = np.concatenate([np.zeros(0, np.int64), *bases])
-    return Placed(
+    return PlacedRows(
         tuple(paths),
         rows,
         everything["file"].astype(np.int64) + first,
@@ -283,7 +283,7 @@ def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> P
     )
 
 
-def places_for(world: World, placed: Placed, ranks: Sequence[int]) -> Places:
+def places_for(world: World, placed: PlacedRows, ranks: Sequence[int]) -> Places:
     """Return the place of each item, once, as readers find it.
 
     An item's place is that of one of the domain's ``ranks`` if one of them wrote it, else that of the rank

@@ -292,7 +292,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             )
             self._warn_of(refused)
             return part
-        written = write_files(
+        wrote = write_files(
             attempt.storage,
             attempt.prefix,
             self._rank,
@@ -303,7 +303,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             buckets=None if self._single_file else [[one] for one in enumerate(plan.items)],
         )
         self._warn_of(refused)
-        return written_part(written, attempt.save_id, domain)
+        return written_part(wrote, attempt.save_id, domain)
 
     def _why_refused(self, planner: Any, item: WriteItem, data: Any) -> str | None:
         """Return why a load would refuse the object that the planner saves for this item, or None.

@@ -80,8 +80,8 @@ from ckptfs.dcp.python_gc import gc_paused
 from ckptfs.dcp.write.host_memory import Loan, Resolve
 from ckptfs.dcp.write.rank_files import (
     Placed,
+    RankFiles,
     WriteEngine,
-    Written,
     auto_engine,
     sidecar_name,
     write_files,
@@ -494,7 +494,7 @@ def write(
     Returns:
         What the coordinator has to know about this rank's files.
     """
-    written = write_files(
+    wrote = write_files(
         storage,
         prefix,
         planned.rank,
@@ -504,18 +504,18 @@ def write(
         threads=threads,
         sync_names=sync_names,
     )
-    part = written_part(written, save_id, domain)
+    part = written_part(wrote, save_id, domain)
     counters = dataclasses.replace(part.counters, plan_s=planned.plan_s)
     return dataclasses.replace(part, counters=counters)
 
 
 def written_part(
-    written: Written, save_id: str, domain: str | None, origin: str | None = None
+    wrote: RankFiles, save_id: str, domain: str | None, origin: str | None = None
 ) -> WrittenPart:
     """Return what a rank sends to the coordinator: files for the manifest, items for .metadata.
 
     Args:
-        written: What the rank wrote.
+        wrote: What the rank wrote.
         save_id: The save's id.
         domain: The id of the domain that holds the files.
         origin: ``save_id`` if later saves may use these files too, else None.
@@ -523,15 +523,16 @@ def written_part(
     Returns:
         The part.
     """
-    files = []
-    for name, size, (sidecar_size, digest) in zip(
-        written.names, written.sizes_bytes, written.sidecars, strict=True
-    ):
-        path = f"{save_id}/{name}"
-        sidecar = sidecar_name(path)
-        files.append(FileRecord(path, size, domain, sidecar, origin=origin))
-        files.append(FileRecord(sidecar, sidecar_size, domain, digest=digest, origin=origin))
-    return WrittenPart(tuple(files), written.counters, encode_placed(written.placed))
+    records = []
+    for file in wrote.files:
+        path = f"{save_id}/{file.name}"
+        name, sidecar = sidecar_name(path), file.sidecar
+        records += [
+            FileRecord(path, file.size_bytes, domain, name, origin=origin),
+            FileRecord(name, sidecar.size_bytes, domain, digest=sidecar.digest, origin=origin),
+        ]
+    placed = encode_placed([file.placed for file in wrote.files])
+    return WrittenPart(tuple(records), wrote.counters, placed)
 
 
 def finish_save(

@@ -7,7 +7,7 @@
 Each writer thread writes one file. By default there are as many files as make the storage faster: one,
 except on a filesystem in memory. A rank that has nothing to save has no file.
 ``write_files`` plans the files, calls an engine once per file, and counts. The first error stops the other
-threads, and the errors of all threads are reported. An *engine* writes one file:
+threads, and the errors of all threads are reported. An *engine* writes one file and its sidecar:
 
     layout known, storage takes windows     parallel_windows   several threads, direct or buffered
     anything else                           stream             one stream in order, one pump thread
@@ -27,9 +27,10 @@ import functools
 import io
 import logging
 import math
+import posixpath
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -61,9 +62,10 @@ __all__ = [
     "FileTask",
     "FileWritten",
     "Placed",
+    "RankFiles",
+    "Sidecar",
     "WriteEngine",
     "WriteEngineName",
-    "Written",
     "auto_engine",
     "data_name",
     "engine_for",
@@ -103,36 +105,45 @@ class Placed:
 class FileTask:
     """One file to write: its key and its items, each with its position in the rank's plan.
 
-    ``at_once`` is how many files this rank writes at the same time; they share its threads. ``beside``
-    writes the sidecar. An engine may call it once all bytes of the file are handed over; if the engine
-    does not, its caller does.
+    ``at_once`` is how many files this rank writes at the same time; they share its threads.
     """
 
     key: str
     items: Sequence[tuple[int, WriteItem]]
     at_once: int = 1
-    beside: Callable[[FileDigests], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """The file of a data file's digests: its size, and the digest of its own bytes."""
+
+    size_bytes: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class FileWritten:
-    """One file that is complete and durable (its name is durable after the directory is synced).
+    """A data file and its sidecar, complete and durable (their names once the directory is synced).
 
     Attributes:
-        size_bytes: The size of the file.
+        name: The name of the data file in its directory.
+        size_bytes: The size of the data file.
         payload_bytes: The bytes of payloads; an item without a known payload counts whole.
         placed: Where each item is.
-        digests: The block digests of its items.
+        digests: The block digests of its items, in the order of ``placed``.
+        sidecar: The file that holds these digests.
         stage_s: Seconds spent on getting the data ready.
         write_s: Seconds of the rest of the time.
         engine: How it was written.
         direct_bytes: How many bytes went past the page cache.
     """
 
+    name: str
     size_bytes: int
     payload_bytes: int
     placed: tuple[Placed, ...]
     digests: FileDigests
+    sidecar: Sidecar
     stage_s: float
     write_s: float
     engine: Engine = Engine.STREAMED
@@ -140,11 +151,11 @@ class FileWritten:
 
 
 class WriteEngine(Protocol):
-    """Writes one file. It is called from several threads at once, each with its own task.
+    """Writes one file and its sidecar. It is called from several threads, each with its own task.
 
     An engine calls ``resolve`` for a tensor only when it writes it. For objects it may call it at any
     time, because their sizes determine the file's size. Between items it calls
-    ``cancelled.raise_if_set()``. After any exception nothing of the file is left.
+    ``cancelled.raise_if_set()``. After an exception a file is left whole or not at all.
     """
 
     def __call__(
@@ -154,28 +165,11 @@ class WriteEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What one rank wrote.
+class RankFiles:
+    """What one rank wrote: its data files, and what was counted over all of them."""
 
-    Attributes:
-        names: The names of its data files.
-        sizes_bytes: Their sizes, in the same order.
-        sidecars: The size and the digest of each data file's sidecar.
-        placed: ``placed[n]`` are the items of the n-th file.
-        counters: What was counted.
-        digests: ``digests[n]`` are the digests of the n-th file, in the order of ``placed[n]``.
-    """
-
-    names: tuple[str, ...]
-    sizes_bytes: tuple[int, ...]
-    sidecars: tuple[tuple[int, str], ...]
-    placed: tuple[tuple[Placed, ...], ...]
+    files: tuple[FileWritten, ...]
     counters: Counters
-    digests: tuple[FileDigests, ...] = ()
-
-
-# One file; size and digest of its sidecar; seconds that the sidecar took.
-_Done = tuple[FileWritten, tuple[int, str], float]
 
 
 def split_items(items: Sequence[WriteItem], files: int) -> list[list[tuple[int, WriteItem]]]:
@@ -216,7 +210,7 @@ def write_files(
     buckets: Sequence[Sequence[tuple[int, WriteItem]]] | None = None,
     first: int = 0,
     sync_names: bool = True,
-) -> Written:
+) -> RankFiles:
     """Write a rank's items into data files and sidecars under ``prefix``.
 
     When this returns everything is durable, including the names (without ``sync_names`` the caller has to
@@ -240,51 +234,33 @@ def write_files(
     """
     threads = files_for(storage, prefix, items, threads)
     buckets = split_items(items, threads) if buckets is None else buckets
-    names = [data_name(rank, first + number) for number in range(len(buckets))]
-    at_once = max(1, min(threads, len(names)))
-    tasks = [
-        FileTask(prefix + name, bucket, at_once)
-        for name, bucket in zip(names, buckets, strict=True)
-    ]
+    at_once = max(1, min(threads, len(buckets)))
     cancelled = Cancelled()
-
-    def job(task: FileTask) -> _Done:
-        sidecars: list[tuple[int, str]] = []
-
-        def write_sidecar(digests: FileDigests) -> None:
-            sidecar = encode_digests(digests)
-            with storage.open_write(sidecar_name(task.key), size_hint_bytes=len(sidecar)) as out:
-                out.write(sidecar)
-            sidecars.append((len(sidecar), digest_of(sidecar)))
-
-        written = engine(storage, replace(task, beside=write_sidecar), resolve, cancelled)
-        started = time.perf_counter()
-        if not sidecars:
-            write_sidecar(written.digests)
-        return written, sidecars[0], time.perf_counter() - started
-
-    done = run_all([functools.partial(job, task) for task in tasks], cancelled, threads)
+    jobs = [
+        functools.partial(
+            engine,
+            storage,
+            FileTask(prefix + data_name(rank, number), bucket, at_once),
+            resolve,
+            cancelled,
+        )
+        for number, bucket in enumerate(buckets, first)
+    ]
+    files = run_all(jobs, cancelled, threads)
     started = time.perf_counter()
-    if done and sync_names:
+    if files and sync_names:
         storage.sync(prefix.rstrip("/"))
-    sync_s = time.perf_counter() - started
-    return Written(
-        names=tuple(names),
-        sizes_bytes=tuple(written.size_bytes for written, _, _ in done),
-        sidecars=tuple(sidecar for _, sidecar, _ in done),
-        placed=tuple(written.placed for written, _, _ in done),
-        counters=Counters(
-            size_bytes=sum(written.size_bytes + size for written, (size, _), _ in done),
-            payload_bytes=sum(written.payload_bytes for written, _, _ in done),
-            files=2 * len(done),
-            items=sum(len(written.placed) for written, _, _ in done),
-            direct_bytes=sum(written.direct_bytes for written, _, _ in done),
-            stage_s=max((written.stage_s for written, _, _ in done), default=0.0),
-            write_s=max((written.write_s + extra for written, _, extra in done), default=0.0),
-            sync_s=sync_s,
-        ),
-        digests=tuple(written.digests for written, _, _ in done),
+    counters = Counters(
+        size_bytes=sum(file.size_bytes + file.sidecar.size_bytes for file in files),
+        payload_bytes=sum(file.payload_bytes for file in files),
+        files=2 * len(files),
+        items=sum(len(file.placed) for file in files),
+        direct_bytes=sum(file.direct_bytes for file in files),
+        stage_s=max((file.stage_s for file in files), default=0.0),
+        write_s=max((file.write_s for file in files), default=0.0),
+        sync_s=time.perf_counter() - started,
     )
+    return RankFiles(tuple(files), counters)
 
 
 def _order(position: int, item: WriteItem) -> tuple[bool, int]:
@@ -358,7 +334,7 @@ def _write_file(
         if writer is not None:
             windows = Windows(layout, writer, resolve, cancelled)
             try:
-                return _windowed(windows, writer, task, layout, objects, started)
+                return _windowed(storage, windows, writer, task, layout, objects, started)
             except DiffersError as error:
                 if windows.gave_back:
                     raise StateError(
@@ -371,6 +347,7 @@ def _write_file(
 
 
 def _windowed(  # noqa: PLR0917 - as below
+    storage: Storage,
     windows: Windows,
     writer: ParallelWriter,
     task: FileTask,
@@ -384,12 +361,15 @@ def _windowed(  # noqa: PLR0917 - as below
         digests = windows.digests  # raises unless all items are there, so nothing is published
         for loan in objects.values():
             loan.done()
+    sidecar = _write_sidecar(storage, task, FileDigests(digests))
     stage_s = made_s + windows.stage_s
     return FileWritten(
+        name=posixpath.basename(task.key),
         size_bytes=layout[-1].offset + layout[-1].length,
         payload_bytes=_payload_bytes(digests),
         placed=tuple(Placed(one.position, one.offset, one.length) for one in layout),
         digests=FileDigests(digests),
+        sidecar=sidecar,
         stage_s=stage_s,
         write_s=max(0.0, time.perf_counter() - started - stage_s),
         engine=writer.engine,
@@ -423,30 +403,50 @@ def _streamed(  # noqa: PLR0917 - a file, its data, and how far it came
                 stream.after_item(loan.done)
                 placed.append(Placed(position, digests.offset, digests.length))
                 del data, loan  # or a staged copy would live while the next one is made
-        _close(storage, writer, task, FileDigests(tuple(stream.items)))
+        known = FileDigests(tuple(stream.items))
+        sidecar = _close(storage, writer, task, known)
     except BaseException:
         writer.abort()
         raise
+    if sidecar is None:
+        sidecar = _write_sidecar(storage, task, known)
     return FileWritten(
+        name=posixpath.basename(task.key),
         size_bytes=stream.position,
         payload_bytes=_payload_bytes(stream.items),
         placed=tuple(placed),
-        digests=FileDigests(tuple(stream.items)),
+        digests=known,
+        sidecar=sidecar,
         stage_s=stage_s,
         write_s=time.perf_counter() - started - stage_s,
         engine=Engine.STREAMED,
     )
 
 
-def _close(storage: Storage, writer: DataWriter, task: FileTask, digests: FileDigests) -> None:
-    """Close the file. On an object store write its sidecar at the same time: both are requests."""
-    if task.beside is None or storage.capabilities.shape is not Shape.OBJECT:
+def _close(
+    storage: Storage, writer: DataWriter, task: FileTask, digests: FileDigests
+) -> Sidecar | None:
+    """Close the file. On an object store write its sidecar at the same time: both are requests.
+
+    Returns None if the sidecar is still to be written.
+    """
+    if storage.capabilities.shape is not Shape.OBJECT:
         writer.close()
-        return
-    calls: list[Callable[[], None]] = [writer.close, functools.partial(task.beside, digests)]
-    for answer in storage.at_once(calls):
+        return None
+    write_sidecar = functools.partial(_write_sidecar, storage, task, digests)
+    calls: list[Callable[[], Sidecar | None]] = [writer.close, write_sidecar]
+    answers = storage.at_once(calls)
+    for answer in answers:
         if isinstance(answer, StorageError):
             raise answer
+    return next(answer for answer in answers if isinstance(answer, Sidecar))
+
+
+def _write_sidecar(storage: Storage, task: FileTask, digests: FileDigests) -> Sidecar:
+    encoded = encode_digests(digests)
+    with storage.open_write(sidecar_name(task.key), size_hint_bytes=len(encoded)) as out:
+        out.write(encoded)
+    return Sidecar(len(encoded), digest_of(encoded))
 
 
 def _append(stream: FileStream, data: torch.Tensor | io.BytesIO, *, stays: bool) -> ItemDigests:
