@@ -14,11 +14,8 @@ tensors of exports.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +24,7 @@ import torch
 import xxhash
 
 import ckptfs
-from benchmarks import tables
+from benchmarks import children, tables
 from ckptfs.bench.machine import filesystem
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
 
@@ -124,7 +121,7 @@ def check(way: str, source: Path, target: Path, state: dict[str, torch.Tensor]) 
 def measured(size_bytes: int, rounds: int, *, within: Path) -> Result:
     """Every way in turn. within: where its directory is made, and removed."""
     began = tables.Began()
-    with tempfile.TemporaryDirectory(prefix="ckptfs-copying-", dir=within) as directory:
+    with tempfile.TemporaryDirectory(prefix="ckptfs-copying-", dir=within.resolve()) as directory:
         samples = tuple(_samples(size_bytes, rounds, Path(directory)))
     return Result(
         what="what a copy and an export of a checkpoint cost, beside cp -r and an fsync",
@@ -158,17 +155,7 @@ def _turn(
     """Seconds and CPU seconds of one process; what it wrote is compared and removed."""
     target.parent.mkdir()
     size_bytes = next(iter(state.values())).nbytes
-    ran = subprocess.run(
-        [sys.executable, "-c", CHILD, way, str(source), str(target), str(size_bytes)],
-        env={**os.environ, "PYTHONPATH": str(tables.HERE.parent)},
-        cwd=target.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ran.returncode:
-        raise RuntimeError(f"{way} failed:\n{ran.stderr[-8000:]}")
+    found = children.ask(way, "-c", CHILD, way, source, target, size_bytes)
     check(way, source, target, state)
     shutil.rmtree(target.parent)
-    found = json.loads(ran.stdout)
     return found["wall_s"], found["cpu_s"]

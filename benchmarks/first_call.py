@@ -9,8 +9,8 @@ then calls once. Inside the clock is the call, until the tensors may be changed.
 
 from __future__ import annotations
 
+import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import ckptfs
-from benchmarks import tables
+from benchmarks import children, tables
 from ckptfs.bench.machine import filesystem
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload, number_text
 
@@ -30,7 +30,6 @@ PROMISES = {
     SYNC: "when it returns: files, directories, commit",
 }
 TENSOR_BYTES = 64 << 20
-TIMEOUT_S = 900.0
 PACKAGES = ("ckptfs", "torch", "numpy", "xxhash")
 
 
@@ -80,23 +79,15 @@ def measured(size_bytes: int, pairs: int, *, within: Path) -> Result:
 
 
 def _turn_in(within: Path, name: str, size_bytes: int) -> tuple[float, float]:
-    directory = tempfile.mkdtemp(prefix="ckptfs-first-", dir=within)
+    directory = tempfile.mkdtemp(prefix="ckptfs-first-", dir=within.resolve())
     try:
-        ended = subprocess.run(
-            [sys.executable, "-m", "benchmarks.first_call", name, str(size_bytes), directory],
-            cwd=tables.HERE.parent,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
+        held_s, durable_s = children.ask(
+            name, "-m", "benchmarks.first_call", name, size_bytes, directory
         )
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    if ended.returncode:
-        raise RuntimeError(f"{name} failed:\n{ended.stderr[-4000:]}")
-    held_s, durable_s = map(float, ended.stdout.split())
     return held_s, durable_s
 
 
 if __name__ == "__main__":
-    print(*turn(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
+    print(json.dumps(turn(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))))

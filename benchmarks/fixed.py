@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptfs
-from benchmarks import tables
+from benchmarks import children, tables
 from ckptfs.bench.clock import Clock
 from ckptfs.bench.machine import filesystem
 from ckptfs.bench.rank import TorchGroup, joined_group
@@ -197,8 +197,7 @@ def _torchrun(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> None
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *arguments]
-    paths = [str(tables.HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**children.environment(), "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     process = subprocess.Popen(

@@ -16,27 +16,20 @@ collector is on, as a job has it; a side that holds it off does so itself.
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
+from benchmarks import children, tables
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
 
 OURS, STOCK = "ckptfs", "dcp"
 SIDES = (OURS, STOCK)
 PLACE = "coordinator"
 PACKAGES = ("ckptfs", "torch", "numpy")
-TIMEOUT_S = 1800.0
 # Rank 0 of stock DCP holds about 5 GB with 1024 ranks x 1000 tensors, and four times that with 4096.
 MOST_STOCK_ITEMS = 1_100_000
-HERE = Path(__file__).resolve().parent
 
 
 def measured(
@@ -84,17 +77,6 @@ def _sample(side: str, workload: str, number: int, found: dict[str, Any]) -> Sam
 
 def _turn(side: str, ranks: int, tensors: int) -> dict[str, Any]:
     """One process: what it measured. RuntimeError: it failed."""
-    command = [sys.executable, "-m", "benchmarks.coordinator", side, str(ranks), str(tensors)]
-    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ended = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    if ended.returncode:
-        raise RuntimeError(f"{shlex.join(command[2:])} failed:\n{ended.stderr[-8000:]}")
-    found: dict[str, Any] = json.loads(ended.stdout)
+    told = f"{side}, {ranks} ranks x {tensors} tensors,"
+    found: dict[str, Any] = children.ask(told, "-m", "benchmarks.coordinator", side, ranks, tensors)
     return found

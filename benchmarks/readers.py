@@ -18,7 +18,6 @@ and system, since other work may share the machine.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import statistics
 import subprocess
@@ -36,11 +35,9 @@ if (
 ):  # a turn imports nothing of the package but what it measures, which may be an older tree's
     from ckptfs.bench.results import Result
 
-HERE = Path(__file__).resolve()
 OLD, NEW = "the other tree", "this tree"
 PLACE = "memory"
 PACKAGES = ("ckptfs", "torch")
-TIMEOUT_S = 900.0
 REPEATS = {"small": 5, "planner": 3, "stock": 3, "objects": 3, "leaves": 3, "large": 1}
 CASES = tuple(REPEATS)
 REPLICATED = "scale"  # of ``planner``: on all ranks, so that its place has no offsets
@@ -153,12 +150,11 @@ def _archive(value: object) -> bytes:
 
 def measured(old: Path, pairs: int, scale: float, cases: Sequence[str] = CASES) -> Result:
     """Every case in turn. old: the other tree. scale: of what is read: 1 for all of it."""
-    from benchmarks import tables
+    from benchmarks import children, tables
     from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
 
     began = tables.Began()
-    here = HERE.parents[1]
-    trees = {OLD: old.resolve(), NEW: here}
+    trees = {OLD: old.resolve(), NEW: children.TREE}
     samples, workloads = [], []
     with tempfile.TemporaryDirectory(prefix="ckptfs-readers-") as directory:
         for case in cases:
@@ -169,14 +165,15 @@ def measured(old: Path, pairs: int, scale: float, cases: Sequence[str] = CASES) 
             for number in range(pairs):
                 tables.say(f"readers: {case}, round {number + 1} of {pairs}")
                 for name in [*trees][:: 1 if number % 2 else -1]:
-                    took_s = _turn_in(trees[name], case, path)
+                    told = f"{case} in {trees[name].name}"
+                    took_s = children.ask(told, __file__, case, path, tree=trees[name])
                     samples.append(
                         Sample(name, case, PLACE, "load_warm", number, took_s, took_s, size)
                     )
     about = began.about(Path(tempfile.gettempdir()), PACKAGES)
     return Result(
         what="the readers of .metadata and objects of two trees",
-        settings={"rounds": pairs, "old": _commit(old), "new": _commit(here)},
+        settings={"rounds": pairs, "old": _commit(old), "new": _commit(children.TREE)},
         workloads=tuple(workloads),
         targets=(Target(PLACE, "a process of its own for each turn"),),
         engines=tuple(Engine(name, "", "nothing is written", "") for name in trees),
@@ -184,21 +181,6 @@ def measured(old: Path, pairs: int, scale: float, cases: Sequence[str] = CASES) 
         notes=("seconds are those of the CPU",),
         **about,
     )
-
-
-def _turn_in(tree: Path, case: str, path: Path) -> float:
-    ended = subprocess.run(
-        [sys.executable, str(HERE), case, str(path)],
-        env={**os.environ, "PYTHONPATH": str(tree)},
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    if ended.returncode:
-        raise RuntimeError(f"{case} in {tree.name} failed:\n{ended.stderr[-4000:]}")
-    return float(ended.stdout)
 
 
 def _commit(tree: Path) -> str:

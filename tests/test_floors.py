@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from benchmarks import coordinator, history, planner, readers
+import ckptfs
+from benchmarks import children, coordinator, history, planner, readers
 from benchmarks.floors import __main__ as floors
 from benchmarks.floors.claims import (
     CLAIMS,
@@ -318,6 +319,27 @@ def test_results_of_before_are_told_again(
     assert "MISSED" in told
     assert "not measured" in told
     assert "| MISSED |" in markdown(findings_of("durable", read_result(path)))
+
+
+def test_a_turn_imports_the_tree_that_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else is found on the way: this tree is installed, and named in PYTHONPATH."""
+    (tmp_path / "ckptfs").mkdir()
+    (tmp_path / "ckptfs" / "__init__.py").write_text("")
+    script = tmp_path / "elsewhere" / "turn.py"
+    script.parent.mkdir()
+    script.write_text("import ckptfs, json, sys; print(json.dumps([ckptfs.__file__, sys.argv[1]]))")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    made = str(tmp_path / "ckptfs" / "__init__.py")
+    assert children.ask("a turn", script, 7, tree=tmp_path) == [made, "7"]
+    assert children.ask("a turn", script, 7) == [ckptfs.__file__, "7"]
+
+
+def test_a_turn_that_fails_is_no_result() -> None:
+    """What it printed to stderr is raised, under its name."""
+    with pytest.raises(RuntimeError, match=r"(?s)^the turn failed:\n.*no such engine\n$"):
+        children.ask("the turn", "-c", "import sys; sys.exit('no such engine')")
 
 
 @pytest.mark.campaign
