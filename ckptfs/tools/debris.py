@@ -269,7 +269,8 @@ def attempt_fate(
     """The fate of an attempt without a seal, for ``ls`` and ``gc`` alike. Pure.
 
     It does not matter whether the owner's process has ended: the attempt may belong to a plain save of
-    another process.
+    another process. The age counts also for an attempt without a data directory: a tool that looks without
+    holding the run may have read the log before the save was sealed, and its files after that.
 
     Args:
         record: The attempt, as its first file describes it.
@@ -293,6 +294,9 @@ def attempt_fate(
         if is_sending:
             why = "one of its files has an unfinished upload: a save may be in progress"
             return AttemptFate(Fate.YOUNG, why, may_live=True)
+    # A sealed save also has no data directory for a moment: its projection moves it under the name.
+    if record.has_no_data_directory and known.seal is None and known.part is None:
+        return AttemptFate(Fate.GOES, "a power cut took its data directory, so its save has died")
     if record.base is None and has_files:
         return AttemptFate(Fate.STAYS, "its attempt.json is missing or damaged")
     return AttemptFate(Fate.GOES, "nothing was written to it within the age limit", may_live=True)

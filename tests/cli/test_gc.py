@@ -137,10 +137,7 @@ def test_a_file_that_was_written_a_moment_ago_keeps_an_old_attempt(local: Place)
     """A copy of many hours is young as long as it writes: the last file counts, not the first."""
     hurt = DAMAGES["abandoned attempt"].made(local)
     attempt = Path(hurt.uri, ".ckptfs/attempts", ABANDONED)
-    old_s = time.time() - 3 * 24 * 3600
-    for path in attempt.rglob("*"):
-        if path.is_file():
-            os.utime(path, (old_s, old_s))
+    make_old(attempt)
     (found,) = look_for_debris(hurt.uri).going
     assert found.age_s is not None
     assert 2.9 < found.age_s / (24 * 3600) < 3.1
@@ -159,6 +156,52 @@ def test_an_attempt_of_an_older_owner_is_dead_at_any_age(local: Place) -> None:
     assert "a newer owner" in found.why
     assert [one.uri for one in collect(hurt.uri).removed] == [found.uri]
     assert Path(hurt.uri, "step_30").is_dir()
+
+
+def test_an_attempt_that_lost_its_data_directory_goes(local: Place, cli: Cli) -> None:
+    """A power cut took it, and attempt.json with it. Once it is old, gc and ls say that it goes, as it does under
+    the next owner. While it is young, nothing is fenced: the seal may be newer than the log that was read.
+    """
+    hurt = DAMAGES["deleted save"].made(local)
+    attempt = without_its_data(hurt, ABANDONED)
+    before = state_now(hurt)
+    with pytest.raises(RunBusyError, match=f"a save may be in progress: {ABANDONED}"):
+        collect(hurt.uri)
+    assert state_now(hurt) == before
+    make_old(attempt)
+    found, _ = look_for_debris(hurt.uri).going
+    assert (found.fate, found.may_live) == (Fate.GOES, False)
+    assert "a power cut took its data directory" in found.why
+    listed = cli("ls", "-a", hurt.uri, "--json").json["places"][0]["checkpoints"]
+    (line,) = [one for one in listed if one["save_id"] == ABANDONED]
+    assert (line["state"], line["note"]) == ("abandoned", found.why)
+    assert found.uri in [one.uri for one in collect(hurt.uri).removed]
+    assert not attempt.exists()
+
+
+def test_a_sealed_save_without_its_data_directory_stays(local: Place) -> None:
+    """Its projection has moved the directory under the name, and stopped before the other files."""
+    hurt = a_run(local)
+    with looking_at(hurt.uri, None) as look:
+        save_id = committed(look.views)[-1].seal.save_id
+    make_old(without_its_data(hurt, save_id))
+    (found,) = look_for_debris(hurt.uri).found
+    assert found.fate is Fate.STAYS
+
+
+def without_its_data(place: Place, save_id: str) -> Path:
+    """The directory of an attempt, with files for readers and without the data that they describe."""
+    attempt = Path(place.uri, ".ckptfs/attempts", save_id)
+    attempt.mkdir(parents=True)
+    (attempt / ".metadata").write_bytes(b"metadata")
+    return attempt
+
+
+def make_old(attempt: Path) -> None:
+    """Let everything in an attempt look as if it was written three days ago."""
+    old_s = time.time() - 3 * 24 * 3600
+    for path in (*attempt.rglob("*"), attempt):
+        os.utime(path, (old_s, old_s))
 
 
 def test_a_living_owner_is_left_in_peace(
