@@ -68,11 +68,15 @@ def _once(found: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def placed(result: Result, name: str) -> Result:
-    """The same with every target under one name that stays: the real one was made for the run."""
+    """The same with every target under one name that stays, in notes too: the real one was made for the run."""
+    notes = result.notes
+    for one in result.targets:
+        notes = tuple(note.replace(one.uri, name) for note in notes)
     return dataclasses.replace(
         result,
         targets=tuple(dataclasses.replace(one, uri=name) for one in result.targets[:1]),
         samples=tuple(dataclasses.replace(one, target=name) for one in result.samples),
+        notes=notes,
     )
 
 
