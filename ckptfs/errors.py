@@ -38,7 +38,8 @@
     |-- IntegrityError (ValueError)          bytes differ from what was written
     `-- ManifestError (ValueError)           the description is foreign, damaged or too new
 
-``outcome`` is ``"failed"`` when the save surely did not commit and ``"unknown"`` when it may have.
+``outcome`` is ``"failed"`` when the save surely did not commit and ``"unknown"`` when it may have. The
+error of a delete or a pin says the same about its entry.
 Every error pickles to an equal one, and its text never carries credentials.
 """
 

@@ -438,6 +438,8 @@ class RunManager:
         Raises:
             NotFoundError: There is no such checkpoint.
             RunBusyError: The run has a living owner.
+            CollectiveError: An owner could not write. If its outcome is "unknown", the checkpoint may be gone
+                all the same; another call, or the next owner of the run, settles it.
         """
         save_id = self._find(step)
         self._workers().delete(save_id)

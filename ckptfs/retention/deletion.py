@@ -22,7 +22,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,7 +48,10 @@ from ckptfs.commit.session import RunSession, View, collect_views, step_with_vie
 from ckptfs.commit.state import catalog, seal_of
 from ckptfs.errors import (
     CkptfsError,
+    CollectiveError,
     CommitInDoubtError,
+    ControlPlaneLostError,
+    DeadlineError,
     FencedError,
     NotFoundError,
     StateError,
@@ -340,8 +344,8 @@ class Retirer:
         """Keep a save whatever the policy says, until it is unpinned.
 
         Collective; survives restarts. Raises NotFoundError if it is not a live save of the run,
-        FencedError if a newer owner has the run, and CollectiveError if an owner could not write: a
-        pin may then be set all the same, an unpinning is not.
+        FencedError if a newer owner has the run, and CollectiveError, with the outcome "unknown", if
+        an owner could not write: a pin may then be set all the same, an unpinning is not.
         """
         where = session.storage.uri("")
 
@@ -365,7 +369,8 @@ class Retirer:
             if any(refusals):
                 raise _not_live(save_id, where)
 
-        session.control.step("pin.enter", enter, judge)
+        with _in_doubt():
+            session.control.step("pin.enter", enter, judge)
 
     def delete(
         self,
@@ -379,9 +384,9 @@ class Retirer:
 
         Its bytes are removed as usual, or with ``at_once`` without the grace for readers. Raises
         NotFoundError if it is not a live save of the run, StateError if it is pinned or a save that
-        stays uses its files, FencedError if a newer owner has the run, and CollectiveError if an
-        owner could not write. A save that is deleted in one log is deleted; the next commit or
-        owner completes the others.
+        stays uses its files, FencedError if a newer owner has the run, and CollectiveError, with the
+        outcome "unknown", if an owner could not write. A save that is deleted in one log is deleted;
+        the next commit or owner completes the others.
         """
         where = session.storage.uri("")
 
@@ -411,7 +416,7 @@ class Retirer:
             if any(refusals):
                 raise StateError(f"{victim.seal.name} has just been pinned or used", uri=where)
 
-        with log_fields(**_fields_of(session, victim.seal)):
+        with log_fields(**_fields_of(session, victim.seal)), _in_doubt():
             session.control.step("delete.enter", enter, judge)
         if self._eraser is not None:
             self._eraser.go_on()
@@ -606,6 +611,19 @@ class Retirer:
 
 
 # -- small things ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _in_doubt() -> Iterator[None]:
+    """Give an error that may come after an entry was written the outcome "unknown".
+
+    The entry may be in the log of the rank that failed or was lost, and in those of other domains.
+    """
+    try:
+        yield
+    except (CollectiveError, ControlPlaneLostError, DeadlineError) as error:
+        error.outcome = "unknown"
+        raise
 
 
 def _fields_of(session: RunSession, seal: Seal | None = None) -> dict[str, Any]:
