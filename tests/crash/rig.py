@@ -36,6 +36,7 @@ from ckptfs.commit.save.spec import IfExists, SaveSpec, WrittenPart
 from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import Control
 from ckptfs.errors import (
+    CkptfsError,
     CollectiveError,
     CommitInDoubtError,
     IncompleteCheckpointError,
@@ -288,11 +289,19 @@ def _held_twice(session: RunSession) -> int:
 
 def _withdrawn(session: RunSession) -> int:
     # No other save comes between the projection and the delete.
-    with claim(session) as run:
-        retirer = Retirer(run, Keep(), lambda _: True)
-        save_id = save(session, "step_2", "two", run)
-        retirer.delete(run.session, save_id)
-        retirer.close(30.0)
+    is_saved = False
+    try:
+        with claim(session) as run:
+            retirer = Retirer(run, Keep(), lambda _: True)
+            save_id = save(session, "step_2", "two", run)
+            is_saved = True
+            retirer.delete(run.session, save_id)
+            retirer.close(30.0)
+    except CkptfsError as error:
+        if is_saved:
+            raise
+        # Without this save the run is as it is after the delete: its failure is judged in "fenced".
+        raise CommitInDoubtError("the save ended before the delete") from error
     return run.generation.number
 
 

@@ -45,6 +45,7 @@ ENDS = {"claim": {"new"}, "abandoned": {"new"}}  # old and new are one there
         ("fenced", SOLO, 19, (0, 1)),
         ("twice", SOLO, 29, (0, 1)),
         ("withdrawn", SOLO, 23, (0, 1)),
+        ("withdrawn", ONE_DOMAIN, 23, (0,)),
         ("replace", SOLO, 19, (0,)),
         ("overwrite", SOLO, 37, (0, 1)),
         ("abandoned", SOLO, 29, (0, 1)),

@@ -72,7 +72,7 @@ def test_a_delete_that_fails_in_one_domain_is_raised_and_completed_later(tmp_pat
 def test_an_entry_whose_answer_is_lost_is_in_doubt_on_every_rank(
     tmp_path: Path, pinned: bool
 ) -> None:
-    """It is in the log, and the owner cannot know that: no rank is told that nothing happened."""
+    """It is in the log, and the owner cannot know that: no rank learns that nothing happened."""
     plan = Plan()
     outcomes: list[str] = []
 
