@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckptfs.text import age_text, counted, seconds_text, size_text
+import pytest
+
+from ckptfs.errors import StateError
+from ckptfs.text import age_text, counted, parse_size, seconds_text, size_text
 
 PACKAGE = Path(__file__).resolve().parents[1] / "ckptfs"
 
@@ -26,6 +29,24 @@ def test_a_size_has_three_digits_and_a_decimal_unit() -> None:
         "1.43 GB",
         "2500 TB",
     ]
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    """Numbers, powers of ten, powers of two; anything else is refused."""
+    assert [parse_size(s) for s in (7, 7.0, "7", "5GB", " 2 MiB ", "1.5gb", "3 B")] == [
+        7,
+        7,
+        7,
+        5 * 10**9,
+        2 << 20,
+        15 * 10**8,
+        3,
+    ]
+    assert parse_size("9007199254740993") == 2**53 + 1
+    texts = ("", "GB", "-1", "0", "5 PB", "0.1", "1e9", "1,5GB", ".5GB")
+    for other in (*texts, -1, 0, 1.5, float("nan"), float("inf"), True, None, b"5GB"):
+        with pytest.raises(StateError, match="is not a size"):
+            parse_size(other)  # type: ignore[arg-type]  # which is refused
 
 
 def test_an_age_is_one_whole_number() -> None:
@@ -53,4 +74,4 @@ def test_one_module_formats_sizes() -> None:
         for path in PACKAGE.rglob("*.py")
         if lists.search(path.read_text())
     }
-    assert found == {"text.py", "storage/options.py", "bench/plots.py"}
+    assert found == {"text.py", "bench/plots.py"}

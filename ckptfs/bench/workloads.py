@@ -32,9 +32,8 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import StateError
-from ckptfs.text import size_text
+from ckptfs.text import parse_size, size_text
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -69,7 +69,7 @@ from ckptfs.cli.output import (
 )
 from ckptfs.errors import CkptfsError
 from ckptfs.storage.options import OURS
-from ckptfs.text import size_text
+from ckptfs.text import parse_size, size_text
 from ckptfs.uri import mask_credentials
 
 if TYPE_CHECKING:
@@ -184,8 +184,6 @@ def _params(_: click.Context, __: click.Parameter, value: str | None) -> int | N
 
 
 def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
-    from ckptfs.dcp.sizes import parse_size
-
     return _reads(parse_size)(_, __, value)
 
 

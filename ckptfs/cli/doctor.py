@@ -15,10 +15,9 @@ import click
 from ckptfs.cli.options import storage_options
 from ckptfs.cli.output import OMITTED, Answer, Exit, Omitted, command, outlive
 from ckptfs.control.control import open_control
-from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import CkptfsError
 from ckptfs.progress import printable
-from ckptfs.text import counted
+from ckptfs.text import counted, parse_size
 from ckptfs.tools.doctor import Expect, Finding, Report, Settings, Theme, Verdict, examine_with
 
 if TYPE_CHECKING:

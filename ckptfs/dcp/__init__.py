@@ -17,6 +17,5 @@ worker.py               the thread that saves in the background
 object_file.py          one object in one file
 tiling.py               whether pieces fill a tensor exactly
 planner.py              the save planner under its documented name
-sizes.py                sizes as people write them
 python_gc.py            Python's garbage collector, paused while many objects are made
 """

@@ -36,9 +36,9 @@ from ckptfs.dcp.loading import plan_load, read
 from ckptfs.dcp.read.data_file import Verify, source_of
 from ckptfs.dcp.safetensors.exporter import Export, plan_export
 from ckptfs.dcp.safetensors.safetensors_reader import Layout, read_layout, with_aliases
-from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import StateError
 from ckptfs.events import Counters, LoadResult, SaveResult
+from ckptfs.text import parse_size
 from ckptfs.uri import Uri, options_of
 
 __all__ = ["load_safetensors", "save_safetensors"]

@@ -9,7 +9,7 @@
     connect_timeout_s   10        until a connection is established
     request_timeout_s   60        silence on one request
 
-Sizes may be written "16 MiB" and durations "60 s", because a URI's query is text. A value that makes no
+Sizes may be written "16 MiB" or "64MB" and durations "60 s", because a URI's query is text. A value that makes no
 sense raises a UriError with the option and the values that it takes. A part size is adjusted to what the store
 and the object's size allow (multipart.py).
 """
@@ -22,17 +22,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.errors import UriError
+from ckptfs.errors import StateError, UriError
+from ckptfs.text import parse_size
 from ckptfs.uri import Uri
 
 __all__ = ["OURS", "ObjectOptions", "Times", "parse_boolean", "parse_options"]
 
-_UNITS = {
-    "": 1, "B": 1,
-    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-}  # fmt: skip
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 _MIN_PART_BYTES = 64 << 10
 _MIN_MEMORY_BYTES = 8 << 20  # S3 takes no part below 5 MiB
@@ -132,14 +127,10 @@ def _text(uri: Uri, name: str, value: object) -> str:
 
 def _size(uri: Uri, name: str, value: object, least: int) -> int:
     takes = f"bytes, at least {least}: {16 << 20} or '16 MiB'"
-    found: float = math.nan
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        found = float(match[1]) * _UNITS.get(match[2].upper(), math.nan)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        found = float(value)
-    if not found >= least or not found.is_integer():
-        raise _nonsense(uri, name, value, takes)
-    return int(found)
+    try:
+        return parse_size(value, least=least)  # type: ignore[arg-type]  # it refuses any other
+    except StateError as error:
+        raise _nonsense(uri, name, value, takes) from error
 
 
 def _count(uri: Uri, name: str, value: object) -> int:

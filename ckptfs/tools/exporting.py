@@ -57,7 +57,6 @@ from ckptfs.dcp.safetensors.safetensors_format import (
     encode_header,
     encode_index,
 )
-from ckptfs.dcp.sizes import parse_size
 from ckptfs.dcp.tiling import fills, untiled
 from ckptfs.dcp.write.host_memory import memory_of
 from ckptfs.dcp.write.rank_files import Cancelled, FileTask, auto_engine, data_name
@@ -66,6 +65,7 @@ from ckptfs.progress import SILENT, Meter
 from ckptfs.storage.io import aligned_memory
 from ckptfs.storage.registry import open_storage
 from ckptfs.storage.threads import Pump
+from ckptfs.text import parse_size
 from ckptfs.tools.contents import DEEPEST, Box, Contents, Leaf, ObjectLeaf, TensorLeaf, batches
 from ckptfs.tools.export_target import ExportTarget, open_target, refuse_place, refuse_taken
 from ckptfs.tools.inspecting import matching

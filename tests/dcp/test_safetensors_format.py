@@ -21,7 +21,6 @@ from ckptfs.dcp.safetensors.safetensors_format import (
     encode_header,
     encode_index,
 )
-from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import IntegrityError, ManifestError, StateError
 
 KEYS = st.text(min_size=1, max_size=8).filter(lambda key: key != "__metadata__")
@@ -195,19 +194,3 @@ def test_owners_take_turns() -> None:
     """While one owner writes a tensor the next is gathered for another: all have something to do."""
     files = plan_files(held(*[4] * 8), max_bytes=16, world=2)
     assert [files[n].owner for n, _ in order(files)] == [0, 1] * 4
-
-
-def test_sizes_are_read_as_people_write_them() -> None:
-    """Numbers, powers of ten, powers of two; anything else is refused."""
-    assert [parse_size(s) for s in (7, "7", "5GB", "2 MiB", "1.5gb", "3 B")] == [
-        7,
-        7,
-        5 * 10**9,
-        2 << 20,
-        15 * 10**8,
-        3,
-    ]
-    assert parse_size("9007199254740993") == 2**53 + 1
-    for text in ("", "GB", "-1", "0", "5 PB", "0.1", "1e9", "1,5GB", ".5GB"):
-        with pytest.raises(StateError, match="is not a size"):
-            parse_size(text)

@@ -41,6 +41,8 @@ def test_without_options_the_defaults() -> None:
         ({"part_size_bytes": "8 MiB"}, "part_size_bytes", 8 << 20),
         ({"part_size_bytes": "8MB"}, "part_size_bytes", 8_000_000),
         ({"part_size_bytes": "0.5 MiB"}, "part_size_bytes", 1 << 19),
+        ({"part_size_bytes": "0.3 MiB"}, "part_size_bytes", 314_573),
+        ({"part_size_bytes": float(8 << 20)}, "part_size_bytes", 8 << 20),
         ({"part_size_bytes": None}, "part_size_bytes", None),
         ({"memory_bytes": "1 GiB"}, "memory_bytes", 1 << 30),
         ({"concurrency": "16"}, "concurrency", 16),
