@@ -16,12 +16,13 @@ SPREAD = -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # the other campaigns: they wait for kernels that boot, for caches that expire, for machines that come back.
 LABS := tests/nfs tests/nodes tests/cuts
 # Of benchmarks/: each row of it runs with tiny sizes.
-BENCHED := tests/test_floors.py tests/test_copying_bench.py tests/servers/test_object_bench.py
+BENCHED := tests/test_floors.py tests/test_copying_bench.py tests/servers/test_object_bench.py \
+    tests/nfs/test_floors_row.py
 # The short version of every campaign: deaths at a sample of operations and requests, power cuts, real servers, bad
 # networks, races of many processes, ranks that hang, hostile files, two versions in one run, the search of the
 # protocol's model, planted mistakes, counts at scale, benchmarks. `make test-campaigns` runs them.
 CAMPAIGNS := tests/crash tests/versions tests/hostile tests/model tests/mutants tests/scale tests/servers \
-    $(filter-out tests/servers/%,$(BENCHED)) \
+    $(filter-out tests/servers/% tests/nfs/%,$(BENCHED)) \
     tests/commit/test_retire_crash.py tests/dcp/test_reuse_crash.py tests/manager/test_machine.py \
     tests/bench/test_engines.py tests/bench/test_ranks.py tests/cli/test_bench.py \
     $(addprefix tests/multiprocess/,test_stuck.py test_stuck_files.py test_manager_preemption.py test_async_exit.py)

@@ -109,6 +109,19 @@ def test_a_row_runs_from_end_to_end(
 
 
 @pytest.mark.campaign
+def test_four_ranks_take_turns_with_their_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharded over four processes; all figures are reported, and nothing is claimed of them."""
+    found = _run("ranks4", tmp_path, monkeypatch)
+    told = ["faster than DCP's best", "CPU s/GB"]
+    assert [one.claim.told for one in found] == [*told, *told]
+    assert all(one.found is not None for one in found)
+    assert all("ranks: 4" in one.where for one in found)
+    assert {one.verdict for one in found} == {None}
+
+
+@pytest.mark.campaign
 def test_two_ranks_take_turns_with_their_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,11 +18,24 @@ VERSIONS: tuple[Version, ...] = ("4.2", "3")
 Labs = Callable[[Version], NfsLab]
 
 
+@contextlib.contextmanager
+def startable() -> Iterator[None]:
+    """Skips with the reason where a lab cannot be started. Where CI=true that is a failure, but on a machine that
+    could not run it with anything installed.
+    """
+    try:
+        yield
+    except UnsuitableError as error:
+        pytest.skip(str(error))
+    except UnavailableError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="session")
 def labs() -> Iterator[Labs]:
-    """Starts the lab of a version once; skips with the reason where it cannot be. Where CI=true that is a failure, but
-    on a machine that could not run it with anything installed.
-    """
+    """Starts the lab of a version once; on a machine that cannot run it, it is not tried again."""
     running: dict[Version, NfsLab] = {}
     unsuitable = list[str]()
     with contextlib.ExitStack() as stack:
@@ -31,15 +44,12 @@ def labs() -> Iterator[Labs]:
             if unsuitable:
                 pytest.skip(unsuitable[0])
             if version not in running:
-                try:
-                    running[version] = stack.enter_context(NfsLab(version))
-                except UnsuitableError as error:
-                    unsuitable.append(str(error))
-                    pytest.skip(str(error))
-                except UnavailableError as error:
-                    if os.environ.get("CI") == "true":
+                with startable():
+                    try:
+                        running[version] = stack.enter_context(NfsLab(version))
+                    except UnsuitableError as error:
+                        unsuitable.append(str(error))
                         raise
-                    pytest.skip(str(error))
             return running[version]
 
         yield start

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
 from benchmarks.floors import __main__ as floors
 from benchmarks.floors.claims import CLAIMS, Finding, Verdict, findings_of
+from benchmarks.floors.rows import UNSIGNED
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload, read_result
+from tests.lab.server import merged
+from tests.storage.s3_scripted import BUCKET, Scripted, open_s3, options_for
 
 RADOSGW = "s3://ckptfs-lab/radosgw"
 
@@ -22,7 +29,10 @@ def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Res
     return read_result(path), findings_of(row, read_result(path))
 
 
-@pytest.mark.parametrize("row", ["s3", pytest.param("tls", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "row",
+    ["s3", *(pytest.param(row, marks=pytest.mark.campaign) for row in ("s3-unsigned", "tls"))],
+)
 def test_the_rows_of_the_sink_run(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,6 +43,29 @@ def test_the_rows_of_the_sink_run(
     assert len(found) == sum(claim.row == row for claim in CLAIMS)
     assert [one.uri for one in result.targets] == [f"s3://ckptfs-lab/sink{'-tls' * (row == 'tls')}"]
     assert all(one.wall_s > 0 and one.size_bytes > 500_000 for one in result.samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_hashed"), [({}, True), (UNSIGNED, False)], ids=["s3", "s3-unsigned"]
+)
+def test_the_row_without_hashes_is_what_it_says(
+    options: Mapping[str, Any], is_hashed: bool
+) -> None:
+    """With its options neither ckptfs nor s3fs hashes a body for its signature; without them both do."""
+    size_bytes = 6 << 20  # more than a part
+    with Scripted() as server:
+        told = merged(options_for(server), options)
+        upload = open_s3(server, **told).begin_upload("run/u", part_bytes=size_bytes)
+        upload.put_part(0, bytes(size_bytes))
+        upload.complete()
+        stock = fsspec.filesystem("s3", **told, skip_instance_cache=True)
+        stock.pipe_file(f"{BUCKET}/k", bytes(size_bytes))
+        bodies = [one for one in server.requests if len(one.body) >= size_bytes]
+    assert len(bodies) == 2
+    for one in bodies:
+        digest = hashlib.sha256(one.body).hexdigest()
+        wanted = digest if is_hashed else "UNSIGNED-PAYLOAD"
+        assert one.headers["x-amz-content-sha256"] == wanted, one.headers
 
 
 @pytest.mark.campaign
