@@ -355,9 +355,35 @@ def saves_beside_training(rank: Rank, run: str) -> Any:
     return [errors, saved, loops > 1, [value_at(rank, f"{run}/step_{s}") for s in range(3)]]
 
 
+def relative_paths(rank: Rank, root: str) -> Any:
+    """Every rank works in a directory of its own, and names the run by one relative path."""
+    from torch.distributed.checkpoint import save as stock_save
+
+    import ckptfs
+
+    own, before = f"{root}/{rank.number}", os.getcwd()
+    os.makedirs(own)
+    os.chdir(own)
+    try:
+        ckptfs.save(small_state(rank, 1), "run/step_1")
+        ckptfs.async_save(small_state(rank, 2), "run/step_2").result()
+        stock_save(small_state(rank, 3), storage_writer=ckptfs.StorageWriter("run/step_3"))
+        with ckptfs.prepare_run("run") as run:
+            ckptfs.save(small_state(rank, 4), "run/step_4", run=run)
+            held = small_state(rank, -1)
+            ckptfs.load(held, "run/step_4", run=run)
+        with ckptfs.CheckpointManager("run") as manager:
+            manager.save(5, small_state(rank, 5))
+        found = [value_at(rank, f"run/step_{step}") for step in range(1, 6)]
+        return [found, held["b"].tolist(), os.listdir(own)]
+    finally:
+        os.chdir(before)
+
+
 SCENARIOS: list[Callable[[Rank, str], Any]] = [
     nothing_to_save,
     different_uris,
+    relative_paths,
     different_values,
     no_space_on_one_rank,
     read_fails_on_one_rank,
@@ -460,6 +486,14 @@ def test_different_uris_are_refused_on_all_ranks(outcomes: Any) -> None:
             assert told["type"] == "UriError"
             assert "step_0 on rank 0" in told["text"]
             assert "step_1 on rank 1" in told["text"]
+
+
+def test_ranks_in_different_directories_mean_the_one_of_rank_0(outcomes: Any) -> None:
+    """A relative path is made absolute by rank 0 alone, for every way to save and load."""
+    for number, outcome in enumerate(outcomes):
+        found, held, made = outcome["relative_paths"]
+        assert (found, held) == ([1.0, 2.0, 3.0, 4.0, 5.0], [4.0] * 3)
+        assert made == ([] if number else ["run"])
 
 
 def test_a_value_that_differs_unasked_is_refused_on_all_ranks(outcomes: Any) -> None:
