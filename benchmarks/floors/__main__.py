@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks import tables
 from benchmarks.floors.claims import COLUMNS, Finding, Verdict, cells, findings_of, markdown
-from benchmarks.floors.rows import ROWS, Sizes
+from benchmarks.floors.rows import NO_WARM_UP, ROWS, Sizes
 from ckptfs.bench.results import read_result, write_result
 from ckptfs.bench.workloads import parse_size
 
@@ -112,8 +112,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("rows", nargs="*", type=_rows, metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--size", type=parse_size, default=2_000_000_000, help="of the state: 2GB")
     parser.add_argument("--small", type=int, default=20_000, help="number of small tensors")
+    cold = f"{', '.join(NO_WARM_UP[:-1])} and {NO_WARM_UP[-1]}"
     parser.add_argument(
-        "--pairs", type=int, default=5, help="rounds that count; one more comes first"
+        "--pairs",
+        type=int,
+        default=5,
+        help=f"rounds that count; one more comes first, but not in {cold}",
     )
     temporary = Path(tempfile.gettempdir())
     parser.add_argument("--dir", type=Path, default=temporary, help="on the disk to be measured")

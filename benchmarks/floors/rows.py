@@ -199,6 +199,10 @@ def _readers(sizes: Sizes) -> Result:
     return readers.measured(sizes.old, sizes.pairs, min(1.0, sizes.small / 20_000))
 
 
+# Rows in which no round comes before those that count. The first two are about first calls. In the next two each turn is
+# a process of its own; in the others a turn warms up by itself, or is the least of a few calls.
+NO_WARM_UP = ("memory", "first", "planner", "copy", "history", "readers", "catalog")
+
 SMALL = (OURS, "safetensors", "dcp")
 RANKS = (OURS, *DCP, "safetensors", "raw")
 ROWS: Mapping[str, Callable[[Sizes], Result]] = {
