@@ -6,6 +6,7 @@ alone      any checkpoint, also when somebody else owns the run by now; nothing 
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 import ckptfs
+from ckptfs.commit.save.attempt import Attempt
 from ckptfs.errors import StateError
-from tests.multiprocess.harness import Rank, launch
+from tests.multiprocess.harness import WAIT_S, Rank, launch
 
 SILENCE_S = 600.0  # far beyond what a test waits: no rank is named by silence
 
@@ -39,15 +41,29 @@ def load_after_a_death(rank: Rank) -> float:
 
 
 def load_beside_a_save(rank: Rank) -> list[float]:
-    """Step 1 is loaded while step 2 is on its way, both through the held run."""
+    """Step 1 is loaded while all ranks are in a step of the save of step 2, both through the held run."""
     rank.init_group()
     run = rank.args["run"]
+    preparing, loaded = threading.Event(), threading.Event()
+    follow = Attempt._prepare
+
+    def waits(attempt: Attempt, *args: Any) -> Any:
+        preparing.set()
+        assert loaded.wait(WAIT_S)
+        return follow(attempt, *args)
+
     with ckptfs.prepare_run(run, timeout_s=SILENCE_S) as held:
         ckptfs.save(state_of(rank.number, 1), f"{run}/step_1", run=held)
-        pending = ckptfs.async_save(state_of(rank.number, 2), f"{run}/step_2", run=held)
-        found = state_of(rank.number, 0)
-        ckptfs.load(found, f"{run}/step_1", run=held)
-        pending.result()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Attempt, "_prepare", waits)
+            pending = ckptfs.async_save(state_of(rank.number, 2), f"{run}/step_2", run=held)
+            assert preparing.wait(WAIT_S)
+            found = state_of(rank.number, 0)
+            try:
+                ckptfs.load(found, f"{run}/step_1", run=held)
+            finally:
+                loaded.set()
+            pending.result()
         values = [float(found["w"][0])]
         ckptfs.load(found, f"{run}/step_2", run=held)
         return [*values, float(found["w"][0]), float(found[f"own_{rank.number}"][1])]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptfs.control.control import open_control
-from tests.multiprocess.harness import Rank, Ranks, StoreHost, launch, torchrun
+from tests.multiprocess.harness import WAIT_S, Rank, Ranks, StoreHost, launch, torchrun
 from tests.multiprocess.store_keys import keys_of
 
 TIMEOUT_S = 600.0  # far above what a death may cost: only silence may need it
@@ -39,18 +39,26 @@ def joined(values: list[bytes]) -> bytes:
 
 
 def add_over_gloo(rank: Rank) -> dict[str, Any]:
-    """Steps over the default group's store, on the main thread and at once on another."""
+    """Steps over the default group's store, on the main thread and at once on another: both threads of a
+    rank are within a step before either of them has its answer.
+    """
     rank.init_group()
+    within = threading.Barrier(2, timeout=WAIT_S)
+
+    def value(number: int) -> int:
+        within.wait()
+        return number
+
     with open_control(timeout_s=TIMEOUT_S) as control:
         other = control.clone()
         found: list[list[int]] = []
         thread = threading.Thread(
             target=lambda: found.append(
-                [other.step(f"b{i}", lambda: rank.number, total) for i in range(20)]
+                [other.step(f"b{i}", lambda: value(rank.number), total) for i in range(20)]
             )
         )
         thread.start()
-        mine = [control.step(f"a{i}", lambda: rank.number + 1, total) for i in range(20)]
+        mine = [control.step(f"a{i}", lambda: value(rank.number + 1), total) for i in range(20)]
         thread.join()
         pids = [world.pid for world in control.worlds]
         return {"main": set(mine), "thread": set(found[0]), "pids": len(set(pids))}

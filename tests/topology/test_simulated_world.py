@@ -109,16 +109,22 @@ def test_rank_that_neither_calls_nor_ends_is_silent() -> None:
 
 
 def test_clones_do_not_mix_their_steps() -> None:
-    """Steps of a clone on another thread meet the same clone's steps on the other ranks."""
+    """Steps of a clone on another thread meet the same clone's steps on the other ranks. Both threads of a
+    rank are within a step before either of them has its answer.
+    """
 
     def body(control: Control) -> tuple[list[str], list[str]]:
         clone = control.clone()
         found: list[list[str]] = []
-        thread = threading.Thread(
-            target=lambda: found.append(clone.step("b", lambda: f"b{control.rank}"))
-        )
+        within = threading.Barrier(2, timeout=60)
+
+        def value(text: str) -> str:
+            within.wait()
+            return f"{text}{control.rank}"
+
+        thread = threading.Thread(target=lambda: found.append(clone.step("b", lambda: value("b"))))
         thread.start()
-        mine = control.step("a", lambda: f"a{control.rank}")
+        mine = control.step("a", lambda: value("a"))
         thread.join()
         return mine, found[0]
 
