@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import ckptfs
+from ckptfs.replication.copier import copy_to
 from ckptfs.retention.deletion import Retirer
 from ckptfs.retention.policy import Keep
 from ckptfs.testing.memory_object_store import STORES, MemoryObjectClient
@@ -80,19 +81,22 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     wire = Wire()
     for name in ("get", "get_range", "put", "head", "list_keys", "delete"):
         monkeypatch.setattr(MemoryObjectClient, name, wire.slow(getattr(MemoryObjectClient, name)))
-    STORES.drop("wired")
+    for bucket in BUCKETS:
+        STORES.drop(bucket)
     yield wire
-    STORES.drop("wired")
+    for bucket in BUCKETS:
+        STORES.drop(bucket)
 
 
-URI = "objects+memory://wired/run"
+BUCKETS = ("wired", "other")
+URI, OTHER = (f"objects+memory://{bucket}/run" for bucket in BUCKETS)
 STATE = {"w": torch.zeros(8)}
 
 
-def _listed(begin: str) -> list[int]:
-    """Requests and those in sequence, as the page has them in the row that begins so."""
+def _listed(begin: str, cells: int = 2) -> list[int]:
+    """Requests and those in sequence, as the page has them in the row that begins so; and what follows."""
     (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| {begin} |"))
-    return [int(cell) for cell in row.strip("| ").split("|")[1:3]]
+    return [int(cell) for cell in row.strip("| ").split("|")[1 : 1 + cells]]
 
 
 def _save(run: Any, wire: Wire, name: str, if_exists: Any = "error") -> list[int]:
@@ -156,3 +160,32 @@ def test_an_older_save_goes_as_the_page_says(wire: Wire) -> None:
     row = _listed("let an older save go, bytes and all")
     assert [len(asked) for asked in found] == [row[0]] * TRIES
     assert min(map(longest_chain, found)) == row[1]
+
+
+def _copy(wire: Wire, source: object, target: object) -> list[Request]:
+    wire.taken()
+    copy_to(source, target)
+    return wire.taken()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_copy_asks_as_often_as_the_page_says(wire: Wire, tmp_path: Path, threads: int) -> None:
+    """To a store, from it, from one to another, and where the checkpoint is there already."""
+    names = [f"step_{n}" for n in range(1 + TRIES)]
+    disk = tmp_path / "run"
+    for name in names:
+        ckptfs.save({"a": torch.zeros(8), "b": torch.ones(8)}, disk / name, threads=threads)
+    more = threads - 1
+    places = {
+        "to an object store": (disk, URI),
+        "from an object store": (URI, tmp_path / "back"),
+        "from one object store to another": (URI, OTHER),
+        "to an object store that has it": (disk, URI),
+    }
+    for row, (source, target) in places.items():
+        # The first copy of a process into a store probes it.
+        found = [_copy(wire, f"{source}/{name}", f"{target}/{name}") for name in names][1:]
+        requests, in_sequence, for_each_file = _listed(row, 3)
+        assert [len(asked) for asked in found] == [requests + more * for_each_file] * TRIES, row
+        if not more:
+            assert min(map(longest_chain, found)) == in_sequence, row
