@@ -137,10 +137,11 @@ def _fill(run: str) -> None:
 
 
 def _of_debris(run: str) -> Iterator[tuple[str, Any]]:
-    """What a dead job leaves, looked at and removed."""
-    attempt = Path(run, ".ckptfs", "attempts", "20200101T000000-0123456789ab")
-    attempt.mkdir(parents=True)
-    attempt.joinpath("__0_0.distcp").write_bytes(b"half")
+    """What a dead job leaves, looked at and removed; without attempt.json it stays."""
+    save_id = "20200101T000000-0123456789ab"
+    data = Path(run, ".ckptfs", "attempts", save_id, save_id)
+    data.mkdir(parents=True)
+    data.joinpath("__0_0.distcp").write_bytes(b"half")
     yield "gc", _run("gc", run)
     yield "gc", _run("gc", run, "--delete", "--yes", "--older-than", "0s")
 
