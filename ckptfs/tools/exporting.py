@@ -255,7 +255,8 @@ def write_dcp(  # noqa: PLR0917 - a source, a place, and how
     places: dict[MetadataIndex, tuple[str, int, int]] = {}
     for number, group in enumerate(_files(items, limit_bytes)):
         name = data_name(0, number)
-        task = FileTask(made.key(name), [(at, one.item) for at, one in enumerate(group)])
+        numbered = [(at, one.item) for at, one in enumerate(group)]
+        task = FileTask(made.key(name), numbered, has_sidecar=False)
         written = auto_engine(made.storage, task, resolve, Cancelled())
         for place in written.placed:
             index = group[place.position].item.index

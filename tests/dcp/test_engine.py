@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from ckptfs.control.control import SoloControl
 from ckptfs.dcp.write.host_memory import Loan
-from ckptfs.dcp.write.rank_files import Cancelled, FileTask, FileWritten, split_items, stream_engine
+from ckptfs.dcp.write.rank_files import (
+    Cancelled,
+    FileTask,
+    FileWritten,
+    sidecar_of,
+    split_items,
+    stream_engine,
+)
 from ckptfs.errors import NoSpaceError
 from ckptfs.storage.base import DataWriter, Shape
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
@@ -153,7 +160,7 @@ def test_a_file_is_closed_once(shape: Shape) -> None:
     wrote = stream_engine(Counting(inner, plan), task, planned.resolve, Cancelled())
     closed = [one.key for one in plan.trace if one.op == "close"]
     assert sorted(closed) == ["f.distcp", "f.xxh3"]
-    assert inner.stat("f.xxh3").size_bytes == wrote.sidecar.size_bytes
+    assert inner.stat("f.xxh3").size_bytes == sidecar_of(wrote).size_bytes
     assert side_by_side == ([2] if shape is Shape.OBJECT else [])
 
 

@@ -29,6 +29,7 @@ from ckptfs.dcp.write.rank_files import (
     RankFiles,
     auto_engine,
     sidecar_name,
+    sidecar_of,
     write_files,
 )
 from ckptfs.errors import CkptfsError, IncompleteCheckpointError, NoSpaceError
@@ -237,7 +238,7 @@ def test_what_a_rank_wrote_is_durable_when_it_says_so(tmp_path: Path, threads: i
     left = (tmp_path / "after" / "save-1").iterdir()
     found = {f.name: f.stat().st_size for f in left if not f.name.startswith(".partial-")}
     data = {file.name: file.size_bytes for file in written.files}
-    sidecars = {sidecar_name(file.name): file.sidecar.size_bytes for file in written.files}
+    sidecars = {sidecar_name(file.name): sidecar_of(file).size_bytes for file in written.files}
     assert found == data | sidecars
     assert len(data) == threads
 

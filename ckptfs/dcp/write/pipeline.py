@@ -84,6 +84,7 @@ from ckptfs.dcp.write.rank_files import (
     WriteEngine,
     auto_engine,
     sidecar_name,
+    sidecar_of,
     write_files,
 )
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, StateError
@@ -526,7 +527,7 @@ def written_part(
     records = []
     for file in wrote.files:
         path = f"{save_id}/{file.name}"
-        name, sidecar = sidecar_name(path), file.sidecar
+        name, sidecar = sidecar_name(path), sidecar_of(file)
         records += [
             FileRecord(path, file.size_bytes, domain, name, origin=origin),
             FileRecord(name, sidecar.size_bytes, domain, digest=sidecar.digest, origin=origin),

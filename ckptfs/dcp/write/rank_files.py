@@ -71,6 +71,7 @@ __all__ = [
     "engine_for",
     "files_for",
     "sidecar_name",
+    "sidecar_of",
     "split_items",
     "stream_engine",
     "write_files",
@@ -105,12 +106,14 @@ class Placed:
 class FileTask:
     """One file to write: its key and its items, each with its position in the rank's plan.
 
-    ``at_once`` is how many files this rank writes at the same time; they share its threads.
+    ``at_once`` is how many files this rank writes at the same time; they share its threads. Without
+    ``has_sidecar`` no digests are written next to it: an export is for other programs.
     """
 
     key: str
     items: Sequence[tuple[int, WriteItem]]
     at_once: int = 1
+    has_sidecar: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class FileWritten:
         payload_bytes: The bytes of payloads; an item without a known payload counts whole.
         placed: Where each item is.
         digests: The block digests of its items, in the order of ``placed``.
-        sidecar: The file that holds these digests.
+        sidecar: The file that holds these digests; None if the task asks for none.
         stage_s: Seconds spent on getting the data ready.
         write_s: Seconds of the rest of the time.
         engine: How it was written.
@@ -143,7 +146,7 @@ class FileWritten:
     payload_bytes: int
     placed: tuple[Placed, ...]
     digests: FileDigests
-    sidecar: Sidecar
+    sidecar: Sidecar | None
     stage_s: float
     write_s: float
     engine: Engine = Engine.STREAMED
@@ -151,7 +154,7 @@ class FileWritten:
 
 
 class WriteEngine(Protocol):
-    """Writes one file and its sidecar. It is called from several threads, each with its own task.
+    """Writes one file, and its sidecar. It is called from several threads, each with its own task.
 
     An engine calls ``resolve`` for a tensor only when it writes it. For objects it may call it at any
     time, because their sizes determine the file's size. Between items it calls
@@ -170,6 +173,12 @@ class RankFiles:
 
     files: tuple[FileWritten, ...]
     counters: Counters
+
+
+def sidecar_of(file: FileWritten) -> Sidecar:
+    """Return the sidecar of a file that ``write_files`` wrote."""
+    assert file.sidecar is not None  # noqa: S101 - its tasks ask for one
+    return file.sidecar
 
 
 def split_items(items: Sequence[WriteItem], files: int) -> list[list[tuple[int, WriteItem]]]:
@@ -251,7 +260,7 @@ def write_files(
     if files and sync_names:
         storage.sync(prefix.rstrip("/"))
     counters = Counters(
-        size_bytes=sum(file.size_bytes + file.sidecar.size_bytes for file in files),
+        size_bytes=sum(file.size_bytes + sidecar_of(file).size_bytes for file in files),
         payload_bytes=sum(file.payload_bytes for file in files),
         files=2 * len(files),
         items=sum(len(file.placed) for file in files),
@@ -361,7 +370,7 @@ def _windowed(  # noqa: PLR0917 - as below
         digests = windows.digests  # raises unless all items are there, so nothing is published
         for loan in objects.values():
             loan.done()
-    sidecar = _write_sidecar(storage, task, FileDigests(digests))
+    sidecar = _write_sidecar(storage, task, FileDigests(digests)) if task.has_sidecar else None
     stage_s = made_s + windows.stage_s
     return FileWritten(
         name=posixpath.basename(task.key),
@@ -408,7 +417,7 @@ def _streamed(  # noqa: PLR0917 - a file, its data, and how far it came
     except BaseException:
         writer.abort()
         raise
-    if sidecar is None:
+    if sidecar is None and task.has_sidecar:
         sidecar = _write_sidecar(storage, task, known)
     return FileWritten(
         name=posixpath.basename(task.key),
@@ -428,9 +437,9 @@ def _close(
 ) -> Sidecar | None:
     """Close the file. On an object store write its sidecar at the same time: both are requests.
 
-    Returns None if the sidecar is still to be written.
+    Returns None if it did not write one.
     """
-    if storage.capabilities.shape is not Shape.OBJECT:
+    if storage.capabilities.shape is not Shape.OBJECT or not task.has_sidecar:
         writer.close()
         return None
     write_sidecar = functools.partial(_write_sidecar, storage, task, digests)
