@@ -116,8 +116,9 @@ def hosts(args: dict[str, Any]) -> dict[str, Any]:
             files = [p.name for p in Path(run).rglob("*.distcp")]
             found[f"{where} files"] = sorted(files)
         status = os.stat(private)
-        dist.barrier()
-        return {**found, "seen": [socket.gethostname(), status.st_dev, status.st_ino]}
+        found["seen"] = [socket.gethostname(), status.st_dev, status.st_ino]
+        dist.barrier()  # the rank next to this one gives the machine its own name back
+        return found
     finally:
         socket.sethostname(ours)
         shutil.rmtree(private, ignore_errors=True)
