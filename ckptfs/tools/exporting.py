@@ -44,11 +44,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ckptfs.commit.paths import METADATA
 from ckptfs.commit.save.spec import fresh_ids
+from ckptfs.dcp.boxes import narrowed, pieces_of
 from ckptfs.dcp.metadata.metadata_writer import describe, encode_metadata
 from ckptfs.dcp.metadata.torch_names import dtype_of
 from ckptfs.dcp.object_file import write_object
 from ckptfs.dcp.planning.leaves import dtype_round_trips, first_line
-from ckptfs.dcp.read.boxes import narrowed, pieces_of
 from ckptfs.dcp.safetensors.exporter import Held, PlannedFile, plan_files
 from ckptfs.dcp.safetensors.safetensors_format import (
     INDEX,

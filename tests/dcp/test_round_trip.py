@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptfs
+from ckptfs.dcp.boxes import pieces_of, strides_of
 from ckptfs.dcp.planning.leaves import check_tensor, dtype_round_trips
-from ckptfs.dcp.read.boxes import pieces_of, strides_of
 from ckptfs.dcp.read.data_file import Verify
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage

@@ -1,6 +1,6 @@
 """Read the data files of a load: from a plan and files to tensors, verified on the way.
 
-    state dict --load_planner--> Reads (read_plan: which saved chunks fill which memory; boxes)
+    state dict --load_planner--> Reads (read_plan: which saved chunks fill which memory)
                                    |
     scheduler    files in order -> wants (requests) -> requests (data_file) -> threads (read_threads)
                                                                               |
@@ -12,5 +12,4 @@ Entry points:
     read_plan        the Reads themselves, from our plans or torch's
     scheduler        fetches their bytes
     data_file        one open file and its requests, for callers that read a file directly
-    boxes            boxes of a row-major tensor as ranges of bytes
 """

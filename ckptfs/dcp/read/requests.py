@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from ckptfs.commit.digests import BLOCK_SIZE_BYTES, ItemDigests
+from ckptfs.dcp.boxes import narrowed, pieces_of, pieces_within, strides_of
 from ckptfs.dcp.metadata.pickle_scan import check_archive
-from ckptfs.dcp.read.boxes import narrowed, pieces_of, pieces_within, strides_of
 from ckptfs.dcp.read.data_file import Cutting, DataFile, Owner, Want, blob_cuts, payload_cuts
 from ckptfs.dcp.read.read_plan import Read
 from ckptfs.dcp.write.file_layout import frame, matches
