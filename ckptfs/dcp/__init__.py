@@ -15,8 +15,7 @@ api.py  async_api.py    ``save``, ``load``, ``async_save``; pending.py is what a
 saving.py  loading.py   one save and one load on an open session, for the calls above and the manager
 worker.py               the thread that saves in the background
 object_file.py          one object in one file
-boxes.py                boxes of a row-major tensor as ranges of bytes
-tiling.py               whether pieces fill a tensor exactly
+boxes.py                boxes of a row-major tensor as ranges of bytes, and whether they fill it
 planner.py              the save planner under its documented name
 python_gc.py            Python's garbage collector, paused while many objects are made
 """

@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptfs.commit.digests import ItemDigests
-from ckptfs.dcp.boxes import narrowed, pieces_of
+from ckptfs.dcp.boxes import fills, narrowed, pieces_of, untiled
 from ckptfs.dcp.metadata.metadata_reader import Description
 from ckptfs.dcp.metadata.torch_inventory import TorchInventory
 from ckptfs.dcp.metadata.torch_names import TORCH, Dtype, dtype_of
 from ckptfs.dcp.read.data_file import DataFile, Source, Verify, open_data, read_digests
-from ckptfs.dcp.tiling import fills, untiled
 from ckptfs.errors import IntegrityError, ManifestError
 
 if TYPE_CHECKING:

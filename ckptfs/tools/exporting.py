@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ckptfs.commit.paths import METADATA
 from ckptfs.commit.save.spec import fresh_ids
-from ckptfs.dcp.boxes import narrowed, pieces_of
+from ckptfs.dcp.boxes import fills, narrowed, pieces_of, untiled
 from ckptfs.dcp.metadata.metadata_writer import describe, encode_metadata
 from ckptfs.dcp.metadata.torch_names import dtype_of
 from ckptfs.dcp.object_file import write_object
@@ -57,7 +57,6 @@ from ckptfs.dcp.safetensors.safetensors_format import (
     encode_header,
     encode_index,
 )
-from ckptfs.dcp.tiling import fills, untiled
 from ckptfs.dcp.write.host_memory import memory_of
 from ckptfs.dcp.write.rank_files import Cancelled, FileTask, auto_engine, data_name
 from ckptfs.errors import CkptfsError, StateError

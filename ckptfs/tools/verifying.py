@@ -676,7 +676,7 @@ def _look_at_chunks(
 
     is_complete: whether all chunks are described here, and none in the ``.metadata`` of another domain.
     """
-    from ckptfs.dcp.tiling import fills, untiled
+    from ckptfs.dcp.boxes import fills, untiled
 
     for key in described.keys:
         tensor = described.describe(key)

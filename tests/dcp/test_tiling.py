@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 
 import ckptfs
 from ckptfs import _torch
+from ckptfs.dcp.boxes import fills
 from ckptfs.dcp.metadata.metadata_reader import decode_metadata
 from ckptfs.dcp.metadata.metadata_writer import encode_metadata
 from ckptfs.dcp.metadata.torch_inventory import TorchInventory
 from ckptfs.dcp.planning.saved_state import Saved
 from ckptfs.dcp.read.load_planner import LoadPlanner
-from ckptfs.dcp.tiling import fills
 from ckptfs.errors import CollectiveError, IncompleteCheckpointError, IntegrityError, ManifestError
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.contents import Box, TensorLeaf

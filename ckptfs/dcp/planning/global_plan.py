@@ -25,7 +25,7 @@ Sharded items have one place for all.
 
 ``is_tiled`` assumes that pieces are the cells of a grid: along each dimension two intervals are equal or
 disjoint. That holds for every sharding of a mesh. Another tiling may be valid too: then the answer is no, and
-the caller has to compare the pieces pair by pair, as ``ckptfs.dcp.tiling`` does for one box. These are pure functions; only the coordinator calls them.
+the caller has to compare the pieces pair by pair, as ``ckptfs.dcp.boxes`` does for one box. These are pure functions; only the coordinator calls them.
 """
 
 from __future__ import annotations

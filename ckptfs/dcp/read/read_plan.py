@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckptfs import _torch
-from ckptfs.dcp.boxes import narrowed
+from ckptfs.dcp.boxes import fills, narrowed, untiled
 from ckptfs.dcp.metadata.metadata_reader import Inventory, SavedTensor, refuse_extensions
-from ckptfs.dcp.tiling import fills, untiled
 from ckptfs.errors import ManifestError, StateError
 
 __all__ = [
