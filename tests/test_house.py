@@ -98,8 +98,8 @@ LIMITS = {
     "modules that are too long": 0,
     "modules that one neighbour alone imports": 28,
     "file names that stand in several folders": 10,
-    "class names that are defined in several modules": 71,
-    "identifiers with a word of no field": 71,
+    "class names that are defined in several modules": 63,
+    "identifiers with a word of no field": 64,
     "words of a dialect in docstrings": 4,
     "words of a dialect in comments": 0,
     "words of a dialect in pages": 0,
@@ -191,7 +191,9 @@ def _dialect(trees: dict[Path, ast.Module]) -> Iterator[str]:
             elif isinstance(node, ast.arg):
                 identifiers.append(node.arg)
         for identifier in identifiers:
-            yield from (f"{path}: {identifier}" for word in _words(identifier) if word in DIALECT)
+            # "in flight" is a term of networks and of the glossary; "flight" alone is none.
+            words = _words(identifier.replace("in_flight", ""))
+            yield from (f"{path}: {identifier}" for word in words if word in DIALECT)
 
 
 def _words(identifier: str) -> list[str]:
@@ -337,6 +339,7 @@ SIXTEEN = {f"low__m{number}": "" for number in range(MAX_MODULES + 1)}
         (5, {"told": ""}, 1),
         (5, {"a": "def look_aside(seat): ...\nclass BareRoom: ...\n"}, 4),
         (5, {"a": "def roommate(override): ...\n"}, 0),
+        (5, {"a": "def take_flight(max_in_flight): ...\n"}, 1),
         (6, {"a": '"""Nobody."""\ndef f(): "What lies beside."\nclass C: "`told`"\n'}, 3),
         (7, {"a": "x = 1  # nobody reads it\ny = 'told'\n"}, 1),
     ],

@@ -57,7 +57,7 @@ _TAIL = 2000  # characters of a dead rank's standard error
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class _ExitStatus:
     rank: int
     code: int
 
@@ -67,7 +67,7 @@ class _Ranks:
     """The processes of the ranks, and one queue for all their messages."""
 
     scratch: Path
-    messages: queue.SimpleQueue[StoreAt | Told | CkptfsError | _Ended] = field(
+    messages: queue.SimpleQueue[StoreAt | Told | CkptfsError | _ExitStatus] = field(
         default_factory=queue.SimpleQueue
     )
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -112,7 +112,7 @@ class _Ranks:
             with ours, contextlib.suppress(EOFError, OSError):
                 while True:
                     self.messages.put(ours.recv())
-            self.messages.put(_Ended(rank, process.wait()))
+            self.messages.put(_ExitStatus(rank, process.wait()))
 
         threading.Thread(target=listen, name=f"bench-rank-{rank}", daemon=True).start()
 
@@ -155,7 +155,7 @@ def run_ranks(asked: Asked, scratch: str, take: Callable[[Told], None]) -> None:
         left = asked.ranks
         while left:
             message = ranks.messages.get()
-            if isinstance(message, _Ended):
+            if isinstance(message, _ExitStatus):
                 if message.code:
                     raise _died(ranks, message)
                 left -= 1
@@ -177,7 +177,7 @@ def _started(scratch: Path) -> Iterator[_Ranks]:
         ranks.end()
 
 
-def _died(ranks: _Ranks, ended: _Ended) -> CkptfsError:
+def _died(ranks: _Ranks, ended: _ExitStatus) -> CkptfsError:
     how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
     last_words = ranks.last_words(ended.rank)
     return CkptfsError(

@@ -57,7 +57,7 @@ from ckptfs.bench.results import (
 from ckptfs.cli.options import storage_options
 from ckptfs.cli.output import (
     OMITTED,
-    Answer,
+    CommandResult,
     ErrorDocument,
     Exit,
     Omitted,
@@ -258,7 +258,7 @@ class _BenchDocument:
 )
 @click.option("--note", help="A note to store in the result, such as what else was running.")
 @storage_options(of="every URI that is no directory")
-def run(uris: tuple[str, ...], out: str | None, note: str | None, **options: Any) -> Answer:
+def run(uris: tuple[str, ...], out: str | None, note: str | None, **options: Any) -> CommandResult:
     """Measure how fast checkpoints are saved to each URI and loaded, compared with other writers."""
     from ckptfs.bench.run import measure
 
@@ -285,10 +285,10 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **options: Any
         console.print(f"every measurement: {written or 'the file could not be written'}")
 
     if error is None:
-        return Answer(_BenchDocument(file=written, result=result), show)
+        return CommandResult(_BenchDocument(file=written, result=result), show)
     say(f"ckptfs bench: {error} The result is in {written or 'no file'}.")
     document = _BenchDocument(file=written, result=result, error=error_document(error))
-    return Answer(document, show, exit_of(error))
+    return CommandResult(document, show, exit_of(error))
 
 
 def _longer(
@@ -430,7 +430,7 @@ def _show(console: Console, result: Result) -> None:
 @click.option(
     "--out", default="bench-report", show_default=True, metavar="DIR", help="Directory to write to."
 )
-def report(files: tuple[str, ...], out: str) -> Answer:
+def report(files: tuple[str, ...], out: str) -> CommandResult:
     """Write plots (PNG, SVG) and one self-contained HTML page of results.
 
     The page needs no network, no script and no other file.
@@ -441,7 +441,7 @@ def report(files: tuple[str, ...], out: str) -> Answer:
         console.print(made.page)
         console.print(f"{len(made.plots)} plots next to it")
 
-    return Answer(made, show)
+    return CommandResult(made, show)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -483,7 +483,9 @@ class _CompareDocument:
 @click.argument("after")
 @click.option("--only", multiple=True, metavar="GLOB", help="Engines, workloads or targets.")
 @click.option("--phase", "phases", multiple=True, type=click.Choice(list(PHASES)))
-def compare(before: str, after: str, only: tuple[str, ...], phases: tuple[str, ...]) -> Answer:
+def compare(
+    before: str, after: str, only: tuple[str, ...], phases: tuple[str, ...]
+) -> CommandResult:
     """Compare the result AFTER with the result BEFORE.
 
     Says first what makes the two not comparable. Exit code 1 if something is slower; a spread that is
@@ -505,7 +507,7 @@ def compare(before: str, after: str, only: tuple[str, ...], phases: tuple[str, .
     def show(console: Console) -> None:
         _show_comparison(console, {before: old, after: new}, found)
 
-    return Answer(document, show, Exit.NO if found.slower else Exit.OK)
+    return CommandResult(document, show, Exit.NO if found.slower else Exit.OK)
 
 
 def _no_rows_text(found: Compared) -> str:

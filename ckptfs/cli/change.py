@@ -21,7 +21,7 @@ import click
 
 from ckptfs.cli.options import parse_duration, storage_options
 from ckptfs.cli.output import (
-    Answer,
+    CommandResult,
     ErrorDocument,
     Exit,
     command,
@@ -96,7 +96,7 @@ def rm(
     yes: bool,
     partial: bool,
     all_of: bool,
-) -> Answer:
+) -> CommandResult:
     """Delete checkpoints: first in the log, then their bytes. Files of others stay.
 
     Exit codes: 2 one is pinned, or part of it cannot be reached from here; 3 no log knows it; 6 a job holds the
@@ -131,7 +131,7 @@ def _remove(uri: str, options: dict[str, Any], *, partial: bool) -> tuple[_Remov
 @command("pin", answers=(_PinDocument,))
 @click.argument("uris", metavar="URI...", nargs=-1, required=True)
 @storage_options()
-def pin(uris: Sequence[str], storage_options: dict[str, Any]) -> Answer:
+def pin(uris: Sequence[str], storage_options: dict[str, Any]) -> CommandResult:
     """Retention leaves a pinned checkpoint alone, until it is unpinned. Also while a job trains."""
     return _each("pin", uris, bound(_pin, options=storage_options, pinned=True), _PinDocument)
 
@@ -139,7 +139,7 @@ def pin(uris: Sequence[str], storage_options: dict[str, Any]) -> Answer:
 @command("unpin", answers=(_PinDocument,))
 @click.argument("uris", metavar="URI...", nargs=-1, required=True)
 @storage_options()
-def unpin(uris: Sequence[str], storage_options: dict[str, Any]) -> Answer:
+def unpin(uris: Sequence[str], storage_options: dict[str, Any]) -> CommandResult:
     """Retention may take it again, after the next commit of the run. Also while a job trains."""
     return _each("unpin", uris, bound(_pin, options=storage_options, pinned=False), _PinDocument)
 
@@ -172,7 +172,7 @@ def _each(
     uris: Sequence[str],
     do: Callable[[str], tuple[_T, str]],
     document_of: Callable[[Sequence[_T | _FailedCheckpointDocument]], object],
-) -> Answer:
+) -> CommandResult:
     """Do each URI in turn. A failure does not stop the others; the first one sets the exit code."""
     documents: list[_T | _FailedCheckpointDocument] = []
     done: list[str | CkptfsError] = []
@@ -199,14 +199,14 @@ def _each(
             else:
                 console.print(one, soft_wrap=True)
 
-    return Answer(document_of(documents), show, exit_of(failed[0]) if failed else Exit.OK)
+    return CommandResult(document_of(documents), show, exit_of(failed[0]) if failed else Exit.OK)
 
 
 # -- gc -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _GcOutcome:
     """The result for one run, or its error."""
 
     uri: Uri
@@ -288,7 +288,7 @@ def gc(
     older_than_s: float,
     recursive: bool,
     storage_options: dict[str, Any],
-) -> Answer:
+) -> CommandResult:
     """Find what dead jobs left in the run at URI: attempts, deleted saves, trash, temporary files, uploads.
 
     Shows each with its size, its age and the reason. --delete claims the run as a new job does, removes what
@@ -300,7 +300,7 @@ def gc(
         raise click.UsageError("not a terminal: pass --yes to delete without confirmation")
     look = bound(look_for_debris, older_than_s=older_than_s, storage_options=storage_options)
     if not recursive:
-        outcome = _Outcome(Uri.parse(uri), look(uri))
+        outcome = _GcOutcome(Uri.parse(uri), look(uri))
         outcomes = [outcome]
     else:
         outcomes = [_tried(look, run) for run in runs_at(uri, storage_options)]
@@ -310,20 +310,20 @@ def gc(
         return _gc_answer(outcomes, delete=False, exit_=Exit.NO)
     act = bound(collect, older_than_s=older_than_s, storage_options=storage_options)
     if not recursive:
-        return _gc_answer([_Outcome(outcomes[0].uri, act(uri))], delete=True)
+        return _gc_answer([_GcOutcome(outcomes[0].uri, act(uri))], delete=True)
     done = [one if one.error is not None else _tried(act, one.uri) for one in outcomes]
     return _gc_answer(done, delete=True)
 
 
-def _tried(act: Callable[[Uri], Collected], run: Uri) -> _Outcome:
+def _tried(act: Callable[[Uri], Collected], run: Uri) -> _GcOutcome:
     """Act on one of several runs. Its error is kept, so that the other runs are still done."""
     try:
-        return _Outcome(run, act(run))
+        return _GcOutcome(run, act(run))
     except CkptfsError as error:
-        return _Outcome(run, error=error)
+        return _GcOutcome(run, error=error)
 
 
-def _sure(outcomes: Sequence[_Outcome], *, yes: bool) -> bool:
+def _sure(outcomes: Sequence[_GcOutcome], *, yes: bool) -> bool:
     removable = [one for o in outcomes if o.collected is not None for one in o.collected.going]
     if yes or not removable:
         return True
@@ -340,7 +340,9 @@ def _size_bytes(found: Sequence[Found]) -> int:
 # -- the answer of gc -------------------------------------------------------------------------
 
 
-def _gc_answer(outcomes: Sequence[_Outcome], *, delete: bool, exit_: Exit = Exit.OK) -> Answer:
+def _gc_answer(
+    outcomes: Sequence[_GcOutcome], *, delete: bool, exit_: Exit = Exit.OK
+) -> CommandResult:
     found = [one for o in outcomes if o.collected is not None for one in o.collected.found]
     removable = [one for one in found if one.fate is Fate.GOES]
     removed = [one for o in outcomes if o.collected is not None for one in o.collected.removed]
@@ -358,10 +360,12 @@ def _gc_answer(outcomes: Sequence[_Outcome], *, delete: bool, exit_: Exit = Exit
             exit_ = exit_ or exit_of(one.error)
         elif one.collected is not None and delete and one.collected.left:
             exit_ = exit_ or Exit.NO
-    return Answer(document, lambda console: _show_gc(console, outcomes, delete=delete), exit_)
+    return CommandResult(
+        document, lambda console: _show_gc(console, outcomes, delete=delete), exit_
+    )
 
 
-def _run_document(outcome: _Outcome) -> _RunDocument | _FailedRunDocument:
+def _run_document(outcome: _GcOutcome) -> _RunDocument | _FailedRunDocument:
     one = outcome.collected
     if one is None:
         error = error_document(cast("CkptfsError", outcome.error))  # one of the two is set
@@ -392,7 +396,7 @@ def _found_document(one: Found) -> _FoundDocument:
 _COLUMNS = ("WHAT", "WHERE", "FILES>", "SIZE>", "AGE>", "FATE", "WHY")
 
 
-def _show_gc(console: Console, outcomes: Sequence[_Outcome], *, delete: bool) -> None:
+def _show_gc(console: Console, outcomes: Sequence[_GcOutcome], *, delete: bool) -> None:
     for outcome in outcomes:
         if len(outcomes) > 1:
             console.print(str(outcome.uri), soft_wrap=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, command, outlive, say, table
+from ckptfs.cli.output import CommandResult, command, outlive, say, table
 from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError
 from ckptfs.text import size_text
 
@@ -87,7 +87,7 @@ def cp(
     source_options: dict[str, Any],
     target_options: dict[str, Any],
     **how: Any,
-) -> Answer:
+) -> CommandResult:
     """Copy a checkpoint, or all that a run has and TARGET lacks.
 
     Every byte is compared with its digest on the way; the copy is committed at its end, or not at all.
@@ -116,7 +116,7 @@ def cp(
             raise
     for warning in report.warnings if report.rank == 0 else ():
         say(f"ckptfs cp: {warning}")
-    return Answer(_document(report), lambda console: _show(console, report))
+    return CommandResult(_document(report), lambda console: _show(console, report))
 
 
 def _document(report: CopyReport) -> _CpDocument:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import OMITTED, Answer, Exit, Omitted, command, outlive
+from ckptfs.cli.output import OMITTED, CommandResult, Exit, Omitted, command, outlive
 from ckptfs.control.control import open_control
 from ckptfs.errors import CkptfsError
 from ckptfs.progress import printable
@@ -96,7 +96,7 @@ def doctor(
     size: int,
     strict: bool,
     storage_options: dict[str, Any],
-) -> Answer:
+) -> CommandResult:
     """Test a storage from where the job runs, alone or on every rank under torchrun.
 
     Writes below URI/.ckptfs-doctor-<id>/ only, and removes it. Exit codes: 0 nothing failed; 1 a job
@@ -112,7 +112,7 @@ def doctor(
         outlive(control)
     ended = Exit.OK if report.passed(strict=strict) else Exit.NO
     document = _document(report, passed=ended is Exit.OK, strict=strict)
-    return Answer(document, lambda console: _show(console, report, strict=strict), ended)
+    return CommandResult(document, lambda console: _show(console, report, strict=strict), ended)
 
 
 def _document(report: Report, *, passed: bool, strict: bool) -> _DoctorDocument:

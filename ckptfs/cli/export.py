@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, command, place_text
+from ckptfs.cli.output import CommandResult, command, place_text
 from ckptfs.progress import progress
 from ckptfs.text import counted, size_text
 from ckptfs.tools.exporting import Exported, ExportFormat, Selection
@@ -72,7 +72,7 @@ def export(  # noqa: PLR0917 - one parameter for each option of the command line
     scratch: str | None,
     storage_options: dict[str, Any],
     target_storage_options: dict[str, Any],
-) -> Answer:
+) -> CommandResult:
     """Convert a checkpoint, or a part of one, to another format at any URI.
 
     All bytes that are read are compared with their digests. Where the storage allows it, the target appears
@@ -96,7 +96,7 @@ def export(  # noqa: PLR0917 - one parameter for each option of the command line
             follow_links=follow_links,
             meter=meter,
         )
-    return Answer(done, lambda console: _show(done, console))
+    return CommandResult(done, lambda console: _show(done, console))
 
 
 def _show(done: Exported, console: Console) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import OMITTED, Answer, Exit, Omitted, command, place_text, table
+from ckptfs.cli.output import OMITTED, CommandResult, Exit, Omitted, command, place_text, table
 from ckptfs.progress import progress
 from ckptfs.text import size_text
 from ckptfs.tools.comparing import Basis, Change, Compared, Difference, Norms, compare
@@ -148,7 +148,7 @@ def inspect(  # noqa: PLR0917 - one parameter for each option of the command lin
     no_read: bool,  # noqa: FBT001
     storage_options: dict[str, Any],
     other_storage_options: dict[str, Any],
-) -> Answer:
+) -> CommandResult:
     """Show the tensors and objects of a checkpoint: shape, dtype, sharding, file, bytes.
 
     Ours, plain torch.distributed.checkpoint, safetensors, one torch.save file, other files. With two
@@ -164,7 +164,7 @@ def inspect(  # noqa: PLR0917 - one parameter for each option of the command lin
         found = inspect_this(uri, storage_options, filters=filters)
         value_texts = values(uri, storage_options, filters=filters) if with_values else {}
         rows = _rows(found, sort, limit)
-        return Answer(
+        return CommandResult(
             _document(found, rows, value_texts),
             lambda console: _show(found, rows, value_texts, console),
         )
@@ -356,7 +356,7 @@ def _count(number: int | None) -> str:
 
 def _diff_answer(
     before: Uri, after: Uri, compared: Compared, sort: str | None, limit: int | None
-) -> Answer:
+) -> CommandResult:
     """Return the answer: exit code 1 if they differ, 7 if some leaves could not be compared."""
     rows = _differing(compared, sort)
     shown = rows[:limit]
@@ -370,7 +370,9 @@ def _diff_answer(
         unknown=len(compared.unknown),
         leaves=[_difference_document(one) for one in shown],
     )
-    return Answer(document, lambda console: _show_diff(compared, shown, hidden, console), code)
+    return CommandResult(
+        document, lambda console: _show_diff(compared, shown, hidden, console), code
+    )
 
 
 def _differing(compared: Compared, sort: str | None) -> list[Difference]:

@@ -24,7 +24,7 @@ import click
 from ckptfs.cli.options import parse_duration, storage_options
 from ckptfs.cli.output import (
     OMITTED,
-    Answer,
+    CommandResult,
     ErrorDocument,
     Exit,
     Omitted,
@@ -170,7 +170,7 @@ def ls(
     kinds: Sequence[str],
     sort: str,
     **wanted: Any,
-) -> Answer:
+) -> CommandResult:
     """List the checkpoints of a run, one checkpoint, or the runs below a directory.
 
     Reads only, and only one small file of each checkpoint. Run ckptfs verify to check the other files.
@@ -196,7 +196,7 @@ def ls(
                 _show(console, place)
 
     document = _LsDocument(places=[_document(place, files=ask.files) for _, place in found])
-    return Answer(document, show, exit_of(failed[0]) if failed else Exit.OK)
+    return CommandResult(document, show, exit_of(failed[0]) if failed else Exit.OK)
 
 
 @command("latest", answers=(_LatestDocument,))
@@ -206,7 +206,9 @@ def ls(
     "--max-age", metavar="AGE", help="Exit 1 if the newest checkpoint is older: 30m, 6h, 2d."
 )
 @storage_options()
-def latest(uri: str, storage_options: dict[str, Any], kind: str, max_age: str | None) -> Answer:
+def latest(
+    uri: str, storage_options: dict[str, Any], kind: str, max_age: str | None
+) -> CommandResult:
     """Print the URI of the newest committed checkpoint: by commit, never by the largest step.
 
     Ends with 1 where there is none, or where it is older than --max-age.
@@ -241,7 +243,7 @@ def latest(uri: str, storage_options: dict[str, Any], kind: str, max_age: str | 
         why=why or None,
         notes=result.notes,
     )
-    return Answer(document, show, Exit.NO if why else Exit.OK)
+    return CommandResult(document, show, Exit.NO if why else Exit.OK)
 
 
 # -- documents --------------------------------------------------------------------------------
@@ -270,13 +272,13 @@ def _checkpoint_document(line: Checkpoint) -> _CheckpointDocument:
     )
 
 
-def _owner(holding: Holding) -> _OwnerDocument:
+def _owner(holder: Holding) -> _OwnerDocument:
     return _OwnerDocument(
-        hold=holding.hold,
-        generation=holding.generation,
-        host=holding.host,
-        pid=holding.pid,
-        job=holding.job,
+        hold=holder.hold,
+        generation=holder.generation,
+        host=holder.host,
+        pid=holder.pid,
+        job=holder.job,
     )
 
 
@@ -438,7 +440,7 @@ def log(
     since: str | None,
     save: str | None,
     limit: int | None,
-) -> Answer:
+) -> CommandResult:
     """Show who saved, fenced and deleted what, when, from where: the run log, oldest entry first.
 
     Of a checkpoint's URI: what the log of its run says about it. Times and hosts are what the writers said of themselves; the log is ordered by its numbers. Ends
@@ -466,7 +468,7 @@ def log(
             console.print("no such entries")
 
     document = _LogDocument(entries=[_line_document(line) for line in lines], broken=is_broken)
-    return Answer(document, show, Exit.NO if is_broken else Exit.OK)
+    return CommandResult(document, show, Exit.NO if is_broken else Exit.OK)
 
 
 def _entries(uri: str, options: dict[str, Any]) -> tuple[list[Line], str | None]:

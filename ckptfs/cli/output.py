@@ -3,9 +3,9 @@
     @command("ls")
     @click.argument("uri")
     @storage_options()
-    def ls(uri: str, storage_options: dict[str, Any]) -> Answer: ...
+    def ls(uri: str, storage_options: dict[str, Any]) -> CommandResult: ...
 
-    Answer(document, show, exit)     document: what --json prints; show: prints it for a person
+    CommandResult(document, show, exit)    document: what --json prints; show: prints it for a person
 
     0  done, or yes                     4  not permitted, or no valid credentials
     1  no: damaged, too old, differs    5  the storage failed, or cannot do that
@@ -15,7 +15,7 @@
 There is one code for each thing that a script would do next. The codes are part of the interface:
 docs/cli.md lists them, and they do not change.
 
-The body of a command does its work and returns an ``Answer``; it does not print or exit. An error of
+The body of a command does its work and returns a ``CommandResult``; it does not print or exit. An error of
 ckptfs ends the command with its code (see ``exit_of``). Any other exception is a bug and is not caught.
 
 Under torchrun every rank runs a collective command (``bench``, ``cp``, ``doctor``): rank 0 prints, and
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ANSWERS",
     "OMITTED",
-    "Answer",
+    "CommandResult",
     "ErrorDocument",
     "Exit",
     "FailedDocument",
@@ -194,7 +194,7 @@ _PIPE_WIDTH = 1 << 20  # in a pipe nothing is wrapped or cut: the next program n
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandResult:
     """The answer of a command.
 
     document: what ``--json`` prints, an instance of one of the command's ``answers``. show: prints the
@@ -245,7 +245,7 @@ def to_json(value: object) -> Any:
     return value
 
 
-def print_answer(name: str, answer: Answer, *, as_json: bool) -> None:
+def print_answer(name: str, answer: CommandResult, *, as_json: bool) -> None:
     """Print the answer on standard output."""
     if as_json:
         click.echo(json.dumps({"command": name, **to_json(answer.document)}, indent=2))
@@ -331,7 +331,7 @@ def _console() -> Console:
 
 def command(
     name: str, *, answers: tuple[type, ...], collective: bool = False, **settings: Any
-) -> Callable[[Callable[..., Answer]], click.Command]:
+) -> Callable[[Callable[..., CommandResult]], click.Command]:
     """Return a decorator that makes a command.
 
     answers: the classes of its documents. collective: all ranks of a launcher run it together.
@@ -369,7 +369,7 @@ def group_command(
     answers: tuple[type, ...],
     collective: bool = False,
     **settings: Any,
-) -> Callable[[Callable[..., Answer]], click.Command]:
+) -> Callable[[Callable[..., CommandResult]], click.Command]:
     """Return a decorator that makes a command in a group, such as ``bench report``."""
     ANSWERS[f"{group.name} {name}"] = answers
     return _made(group.command, name, f"{group.name} {name}", settings, collective=collective)
@@ -382,8 +382,8 @@ def _made(
     settings: dict[str, Any],
     *,
     collective: bool = False,
-) -> Callable[[Callable[..., Answer]], click.Command]:
-    def decorate(body: Callable[..., Answer]) -> click.Command:
+) -> Callable[[Callable[..., CommandResult]], click.Command]:
+    def decorate(body: Callable[..., CommandResult]) -> click.Command:
         @functools.wraps(body)
         def run(*args: Any, as_json: bool, **params: Any) -> None:
             speaks = not collective or os.environ.get("RANK", "0") == "0"
@@ -403,7 +403,7 @@ def _made(
 
 
 def _run(
-    body: Callable[[], Answer | Exit],
+    body: Callable[[], CommandResult | Exit],
     command_name: str,
     *,
     as_json: bool,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, Exit, command, place_text
+from ckptfs.cli.output import CommandResult, Exit, command, place_text
 from ckptfs.progress import progress
 from ckptfs.text import counted, size_text
 from ckptfs.tools.findings import Finding, Verdict, Verified
@@ -76,7 +76,7 @@ def verify(
     jobs: int,
     resume: str | None,
     storage_options: dict[str, Any],
-) -> Answer:
+) -> CommandResult:
     """Check whether runs, checkpoints or parts of checkpoints are complete.
 
     Checks the run log, every manifest against its seal, every file and its size, every sidecar of
@@ -89,7 +89,9 @@ def verify(
         found = verify_these(
             uris, storage_options, deep=deep, jobs=jobs, resume=resume, meter=meter
         )
-    return Answer(_document(found), lambda console: _show(found, console), _EXITS[found.verdict])
+    return CommandResult(
+        _document(found), lambda console: _show(found, console), _EXITS[found.verdict]
+    )
 
 
 def _title(uris: tuple[str, ...]) -> str:

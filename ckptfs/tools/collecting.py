@@ -689,14 +689,14 @@ def _is_checkpoint(uri: Uri) -> StateError:
     return StateError("a checkpoint, not a run", uri=uri, hint=f"the run is {uri.parent}")
 
 
-def _notes(look: Look, survey: Survey, holding: Holding) -> tuple[str, ...]:
+def _notes(look: Look, survey: Survey, holder: Holding) -> tuple[str, ...]:
     notes = survey.notes
     if not look.views:
         notes += (f"no run log here ({CONTROL}): only temporary files can be known to be dead",)
     if any(state.foreign for state in look.views.values()):
         notes += ("a newer version of ckptfs wrote to this run: it can be looked at, not cleaned",)
-    if holding.hold is Hold.HELD:
-        notes += (f"the run is {holding.told}; nothing is removed while that one lives",)
+    if holder.hold is Hold.HELD:
+        notes += (f"the run is {holder.told}; nothing is removed while that one lives",)
     return notes
 
 

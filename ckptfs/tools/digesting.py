@@ -213,7 +213,7 @@ class Compared:
 
 
 @dataclass(slots=True)
-class _Job:
+class _DigestJob:
     """One segment of a file: ``stop - start`` bytes in blocks; no blocks for a whole file."""
 
     file: DeepFile
@@ -223,11 +223,11 @@ class _Job:
     blocks: Sequence[_Block] = ()
 
 
-_Run = Callable[[_Job], list[BadRange]]
+_Run = Callable[[_DigestJob], list[BadRange]]
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SharedReaders:
     """The open readers, one per file, shared by all threads."""
 
     storage: Storage
@@ -281,8 +281,8 @@ def compare_files(
     Raises:
         StorageError: The storage cannot be used: no permission, no network.
     """
-    shared = _Shared(storage)
-    todo: list[_Job] = []
+    shared = _SharedReaders(storage)
+    todo: list[_DigestJob] = []
     sizes, before = (
         dict.fromkeys((f.key for f in files), 0),
         dict.fromkeys((f.key for f in files), 0),
@@ -299,7 +299,7 @@ def compare_files(
                 todo.append(job)
     held = threading.local()
 
-    def run(job: _Job) -> list[BadRange]:
+    def run(job: _DigestJob) -> list[BadRange]:
         try:
             bad = _compare(shared, job, held, meter)
         finally:
@@ -319,7 +319,7 @@ def compare_files(
     }
 
 
-def _run_all(todo: Sequence[_Job], run: _Run, jobs: int) -> list[BadRange]:
+def _run_all(todo: Sequence[_DigestJob], run: _Run, jobs: int) -> list[BadRange]:
     with ThreadPoolExecutor(jobs, thread_name_prefix="ckptfs-verify") as pool:
         futures: list[Future[list[BadRange]]] = [pool.submit(run, job) for job in todo]
         try:
@@ -333,9 +333,9 @@ def _run_all(todo: Sequence[_Job], run: _Run, jobs: int) -> list[BadRange]:
         return [bad for future in futures for bad in future.result()]
 
 
-def _jobs_of(file: DeepFile, segment_bytes: int) -> Iterator[_Job]:
+def _jobs_of(file: DeepFile, segment_bytes: int) -> Iterator[_DigestJob]:
     if file.digests is None:
-        yield _Job(file, 0, 0, file.size_bytes)
+        yield _DigestJob(file, 0, 0, file.size_bytes)
         return
     blocks: list[_Block] = []
     number = held = 0
@@ -343,15 +343,17 @@ def _jobs_of(file: DeepFile, segment_bytes: int) -> Iterator[_Job]:
         if stop > file.size_bytes:
             continue  # the file is too short, which is a finding already
         if blocks and held + stop - start > segment_bytes:
-            yield _Job(file, number, 0, held, tuple(blocks))
+            yield _DigestJob(file, number, 0, held, tuple(blocks))
             blocks, number, held = [], number + 1, 0
         blocks.append((start, stop, digest))
         held += stop - start
     if blocks:
-        yield _Job(file, number, 0, held, tuple(blocks))
+        yield _DigestJob(file, number, 0, held, tuple(blocks))
 
 
-def _compare(shared: _Shared, job: _Job, held: threading.local, meter: Meter) -> list[BadRange]:
+def _compare(
+    shared: _SharedReaders, job: _DigestJob, held: threading.local, meter: Meter
+) -> list[BadRange]:
     window = getattr(held, "window", None)
     if window is None:
         window = held.window = memoryview(bytearray(_WINDOW_BYTES))

@@ -212,7 +212,7 @@ _CHUNK_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _ExportItem:
     """One blob to write: an object or a box of a tensor."""
 
     chosen: Chosen
@@ -269,11 +269,11 @@ def write_dcp(  # noqa: PLR0917 - a source, a place, and how
     made.put(METADATA, encode_metadata(described))
 
 
-def _items_of(one: Chosen) -> Iterator[_Item]:
+def _items_of(one: Chosen) -> Iterator[_ExportItem]:
     leaf = one.leaf
     if isinstance(leaf, ObjectLeaf):
         item = WriteItem(MetadataIndex(one.key), WriteItemType.BYTE_IO)
-        yield _Item(one, item, None, leaf.size_bytes)
+        yield _ExportItem(one, item, None, leaf.size_bytes)
         return
     dtype = leaf.dtype if one.dtype is None else one.dtype
     for number, box in enumerate(_boxes(leaf)):
@@ -285,7 +285,7 @@ def _items_of(one: Chosen) -> Iterator[_Item]:
         )
         index = MetadataIndex(one.key, offsets, number)
         item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-        yield _Item(one, item, box, math.prod(sizes) * dtype.itemsize)
+        yield _ExportItem(one, item, box, math.prod(sizes) * dtype.itemsize)
 
 
 def _boxes(leaf: TensorLeaf) -> Iterator[Box]:
@@ -308,7 +308,9 @@ def _boxes(leaf: TensorLeaf) -> Iterator[Box]:
             yield Box(leaf, at, piece.lengths)
 
 
-def _described(one: Chosen, items: Sequence[_Item]) -> TensorStorageMetadata | BytesStorageMetadata:
+def _described(
+    one: Chosen, items: Sequence[_ExportItem]
+) -> TensorStorageMetadata | BytesStorageMetadata:
     if isinstance(one.leaf, ObjectLeaf):
         return BytesStorageMetadata()
     data = [i.item.tensor_data for i in items if i.item.tensor_data is not None]
@@ -317,9 +319,9 @@ def _described(one: Chosen, items: Sequence[_Item]) -> TensorStorageMetadata | B
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(one.leaf.shape), chunks)
 
 
-def _files(items: Sequence[_Item], limit_bytes: int) -> Iterator[list[_Item]]:
+def _files(items: Sequence[_ExportItem], limit_bytes: int) -> Iterator[list[_ExportItem]]:
     """Group items into files of at most ``limit_bytes``; a larger item gets a file of its own."""
-    group: list[_Item] = []
+    group: list[_ExportItem] = []
     held = 0
     for one in items:
         if group and held + one.size_bytes > limit_bytes:
@@ -608,7 +610,7 @@ def _to_torch(  # noqa: PLR0917 - as for export
         (one, _loaded(contents, one.leaf)) for one in chosen if isinstance(one.leaf, ObjectLeaf)
     ]
     with tempfile.TemporaryDirectory(prefix="ckptfs-export-", dir=scratch) as folder:
-        memory = _Memory(f"{folder}/tensors" if scratch is not None else None, tensors)
+        memory = _ExportBuffer(f"{folder}/tensors" if scratch is not None else None, tensors)
         full_tensors = {one.key: memory.of(one) for one in tensors}
         for one, box, piece in _pieces(contents, tensors, meter):
             narrowed(full_tensors[one.key], box.offsets, box.lengths).copy_(piece)
@@ -623,7 +625,7 @@ def _to_torch(  # noqa: PLR0917 - as for export
             ) from error
 
 
-class _Memory:
+class _ExportBuffer:
     """Memory for whole tensors: separate memory for each, or one mapped file for all."""
 
     def __init__(self, path: str | None, tensors: Sequence[Chosen]) -> None:

@@ -177,8 +177,8 @@ def test_nothing_is_wrapped_in_a_pipe() -> None:
 
 
 _LONG_TABLE = """
-from ckptfs.cli.output import Answer, print_answer, table
-print_answer("x", Answer({}, lambda c: table(c, ("A",), [("b" * 3000,)])), as_json=False)
+from ckptfs.cli.output import CommandResult, print_answer, table
+print_answer("x", CommandResult({}, lambda c: table(c, ("A",), [("b" * 3000,)])), as_json=False)
 """
 
 

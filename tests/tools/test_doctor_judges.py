@@ -26,7 +26,7 @@ from ckptfs.tools.doctor import (
     sharing,
     speed,
 )
-from ckptfs.tools.doctor.bucket import Rules, judge_rules
+from ckptfs.tools.doctor.bucket import BucketAnswers, judge_rules
 from ckptfs.tools.doctor.mount import (
     FreeSpace,
     Mount,
@@ -41,7 +41,7 @@ from ckptfs.tools.doctor.report import on_ranks, seconds
 from ckptfs.tools.doctor.session import (
     PREFIX,
     DoctorCheck,
-    Refusal,
+    FailedOperation,
     Why,
     begun_s,
     failure,
@@ -55,8 +55,8 @@ WORLDS = tuple(control.world for control in thread_worlds(2, nodes=["a", "b"]))
 GB = 10**9
 DISK = Mount("ext4", "/dev/sda1", ("rw", "relatime"), "/data")
 NFS = Mount("nfs4", "server:/x", ("rw", "vers=4.2", "hard", "actimeo=30"), "/data")
-NO = Refusal(Why.ACCESS, "AccessDenied", "allow it")
-UNTOLD = Refusal(Why.UNSUPPORTED, "NotImplemented")
+NO = FailedOperation(Why.ACCESS, "AccessDenied", "allow it")
+UNTOLD = FailedOperation(Why.UNSUPPORTED, "NotImplemented")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,10 @@ UNTOLD = Refusal(Why.UNSUPPORTED, "NotImplemented")
         ([FreeSpace(None, None)] * 2, None, UNKNOWN, "does not report it"),
         ([FreeSpace(None, None)] * 2, 2 * GB, UNKNOWN, "whether 2.00 GB fit"),
         (
-            [FreeSpace(5 * GB, None), FreeSpace(0, None, Refusal(Why.NO_SPACE, "no space left"))],
+            [
+                FreeSpace(5 * GB, None),
+                FreeSpace(0, None, FailedOperation(Why.NO_SPACE, "no space left")),
+            ],
             None,
             FAIL,
             "rank 1 on host-b: no space left",
@@ -167,7 +170,7 @@ def test_names_that_do_not_come_back() -> None:
 
 # -- rules of a bucket -------------------------------------------------------------------
 
-PLAIN = Rules("runs/mine/", Versioning.OFF, None, ())
+PLAIN = BucketAnswers("runs/mine/", Versioning.OFF, None, ())
 EXPIRES = Rule("r", "runs/", expires_days=3)
 
 
@@ -244,7 +247,7 @@ EXPIRES = Rule("r", "runs/", expires_days=3)
     ],
 )
 def test_rules_that_take_checkpoints(
-    rules: Rules | None, name: str, verdict: Verdict, words: str
+    rules: BucketAnswers | None, name: str, verdict: Verdict, words: str
 ) -> None:
     """Only rules with a prefix that meets the run's count; not permitted to look is an answer."""
     found = {f.name: f for f in judge_rules(rules, "ask the owner")}[name]
@@ -440,7 +443,7 @@ def test_a_corner_says_when_it_was_begun() -> None:
 
 def test_what_an_error_becomes() -> None:
     """Read-only and not permitted are distinguished; credentials never travel."""
-    told = Refusal.of(StorageError("at s3://key:secret@host/x", errno=30, hint="see it"))
+    told = FailedOperation.of(StorageError("at s3://key:secret@host/x", errno=30, hint="see it"))
     assert (told.why, told.hint) == (Why.READ_ONLY, "see it")
     assert "secret" not in told.text
-    assert Refusal.of(AccessError("no")).why is Why.ACCESS
+    assert FailedOperation.of(AccessError("no")).why is Why.ACCESS

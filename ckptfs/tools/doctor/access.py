@@ -9,7 +9,14 @@ from ckptfs.control.world import World
 from ckptfs.errors import AccessError, CkptfsError, CredentialsError, NotFoundError, StorageError
 from ckptfs.storage.base import Shape
 from ckptfs.tools.doctor.report import Finding, Theme, Verdict, on_ranks
-from ckptfs.tools.doctor.session import Findings, Refusal, ScratchDirectory, Session, Why, check
+from ckptfs.tools.doctor.session import (
+    FailedOperation,
+    Findings,
+    ScratchDirectory,
+    Session,
+    Why,
+    check,
+)
 
 __all__ = [
     "Access",
@@ -36,7 +43,7 @@ class Op(Enum):
 
 
 # Each operation that was tried; None if it worked. Operations that depend on a refused one are absent.
-Access = Mapping[Op, Refusal | None]
+Access = Mapping[Op, FailedOperation | None]
 
 _NAMES = {
     Op.LIST: "list",
@@ -55,7 +62,7 @@ _MEANING = {
 _READ_ONLY = (
     "read-only: a job can restore from here and cannot save; training would fail at its first save"
 )
-_MISSING = Refusal(Why.OTHER, "not tried")
+_MISSING = FailedOperation(Why.OTHER, "not tried")
 
 
 def reach(scratch: ScratchDirectory) -> CkptfsError | None:
@@ -80,16 +87,16 @@ def reach(scratch: ScratchDirectory) -> CkptfsError | None:
 def look_at_access(scratch: ScratchDirectory, rank: int) -> Access:
     """List the run, then make, write, read, list and delete in the scratch directory.
 
-    A StorageError becomes a Refusal in the result.
+    A StorageError becomes a FailedOperation in the result.
     """
     storage, key = scratch.storage, f"{_DIR}/rank-{rank}"
-    tried: dict[Op, Refusal | None] = {}
+    tried: dict[Op, FailedOperation | None] = {}
 
     def attempt(op: Op, act: Callable[[], object]) -> bool:
         try:
             act()
         except StorageError as error:
-            tried[op] = Refusal.of(error)
+            tried[op] = FailedOperation.of(error)
             return False
         tried[op] = tried.get(op)
         return True

@@ -15,9 +15,9 @@ from ckptfs.storage.base import Storage
 from ckptfs.storage.clients.base import ObjectClient
 from ckptfs.storage.clients.bucket_rules import Lock, Rule, Versioning
 from ckptfs.tools.doctor.report import Finding, Theme, Verdict
-from ckptfs.tools.doctor.session import Findings, Need, Refusal, Session, Why, check
+from ckptfs.tools.doctor.session import FailedOperation, Findings, Need, Session, Why, check
 
-__all__ = ["Rules", "bucket_rules", "data_path", "judge_rules", "requests"]
+__all__ = ["BucketAnswers", "bucket_rules", "data_path", "judge_rules", "requests"]
 
 T = TypeVar("T")
 
@@ -36,13 +36,13 @@ _SLOW_CLASSES = ("GLACIER", "DEEP_ARCHIVE", "ARCHIVE", "COLDLINE")
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """A bucket's rules from its client; a Refusal for each that could not be read."""
+class BucketAnswers:
+    """A bucket's rules from its client; a FailedOperation for each that could not be read."""
 
     prefix: str  # the prefix of the run inside the bucket, with a slash at the end
-    versioning: Versioning | Refusal
-    lock: Lock | Refusal | None
-    lifecycle: tuple[Rule, ...] | Refusal
+    versioning: Versioning | FailedOperation
+    lock: Lock | FailedOperation | None
+    lifecycle: tuple[Rule, ...] | FailedOperation
 
 
 @check(Need.BUCKET)
@@ -50,7 +50,7 @@ def bucket_rules(session: Session) -> Findings:
     """Report versioning, object lock and lifecycle rules."""
     run, rank = session.run, session.rank
 
-    def judge(_: Sequence[World], answers: Sequence[Rules | None]) -> Findings:
+    def judge(_: Sequence[World], answers: Sequence[BucketAnswers | None]) -> Findings:
         return judge_rules(answers[0], _how_to_look(session.uri.protocol))
 
     # One bucket has one set of rules: rank 0 asks.
@@ -59,14 +59,14 @@ def bucket_rules(session: Session) -> Findings:
     )
 
 
-def _look_at_rules(run: Storage) -> Rules | None:
+def _look_at_rules(run: Storage) -> BucketAnswers | None:
     """Return the bucket's rules and the run's prefix; None if its client cannot read rules."""
     client = getattr(run, "client", None)
     found = client.bucket_rules() if isinstance(client, ObjectClient) else None
     if found is None:
         return None
     prefix = run.root.path.strip("/")
-    return Rules(
+    return BucketAnswers(
         f"{prefix}/" if prefix else "",
         _answer(found.versioning),
         _answer(found.lock),
@@ -74,8 +74,8 @@ def _look_at_rules(run: Storage) -> Rules | None:
     )
 
 
-def _answer(answer: T | CkptfsError) -> T | Refusal:
-    return Refusal.of(answer) if isinstance(answer, CkptfsError) else answer
+def _answer(answer: T | CkptfsError) -> T | FailedOperation:
+    return FailedOperation.of(answer) if isinstance(answer, CkptfsError) else answer
 
 
 def _how_to_look(protocol: str) -> str:
@@ -83,7 +83,7 @@ def _how_to_look(protocol: str) -> str:
     return _COMMANDS.get(_ALIASES.get(protocol, protocol), "ask the operator of this store")
 
 
-def judge_rules(answers: Rules | None, how_to_look: str) -> Findings:
+def judge_rules(answers: BucketAnswers | None, how_to_look: str) -> Findings:
     """Return the findings on the rules. how_to_look: advice if the client cannot read them."""
     if answers is None:
         text = "this client cannot ask"
@@ -91,7 +91,7 @@ def judge_rules(answers: Rules | None, how_to_look: str) -> Findings:
     return (_versioning(answers), _lock(answers), *_lifecycle(answers))
 
 
-def _unknown(name: str, refusal: Refusal) -> Finding:
+def _unknown(name: str, refusal: FailedOperation) -> Finding:
     why = {
         Why.ACCESS: "reading the settings is not permitted",
         Why.UNSUPPORTED: "the server does not report them",
@@ -100,8 +100,8 @@ def _unknown(name: str, refusal: Refusal) -> Finding:
     return Finding(name, _THEME, Verdict.UNKNOWN, text, "", refusal.hint)
 
 
-def _rules(answers: Rules) -> tuple[Rule, ...]:
-    return () if isinstance(answers.lifecycle, Refusal) else answers.lifecycle
+def _rules(answers: BucketAnswers) -> tuple[Rule, ...]:
+    return () if isinstance(answers.lifecycle, FailedOperation) else answers.lifecycle
 
 
 def _for_us(rule: Rule, prefix: str) -> bool:
@@ -109,9 +109,9 @@ def _for_us(rule: Rule, prefix: str) -> bool:
     return prefix.startswith(rule.prefix) or rule.prefix.startswith(prefix)
 
 
-def _versioning(answers: Rules) -> Finding:
+def _versioning(answers: BucketAnswers) -> Finding:
     name, found = "versioning", answers.versioning
-    if isinstance(found, Refusal):
+    if isinstance(found, FailedOperation):
         return _unknown(name, found)
     if found is Versioning.OFF:
         return Finding(name, _THEME, Verdict.OK, "off: what is deleted is gone")
@@ -135,9 +135,9 @@ def _versioning(answers: Rules) -> Finding:
     )
 
 
-def _lock(answers: Rules) -> Finding:
+def _lock(answers: BucketAnswers) -> Finding:
     name, found = "object-lock", answers.lock
-    if isinstance(found, Refusal):
+    if isinstance(found, FailedOperation):
         return _unknown(name, found)
     if found is None:
         return Finding(name, _THEME, Verdict.OK, "none")
@@ -154,8 +154,8 @@ def _lock(answers: Rules) -> Finding:
     )
 
 
-def _lifecycle(answers: Rules) -> Findings:
-    if isinstance(answers.lifecycle, Refusal):
+def _lifecycle(answers: BucketAnswers) -> Findings:
+    if isinstance(answers.lifecycle, FailedOperation):
         return (_unknown("lifecycle", answers.lifecycle),)
     ours = [rule for rule in _rules(answers) if _for_us(rule, answers.prefix)]
     return (_expiry(ours), _uploads(ours))

@@ -20,10 +20,10 @@ from ckptfs.text import counted
 from ckptfs.tools.doctor.report import Finding, Theme, Verdict, on_ranks
 from ckptfs.tools.doctor.session import (
     Clock,
+    FailedOperation,
     Findings,
     Need,
     ReadFailedError,
-    Refusal,
     Session,
     Settings,
     Why,
@@ -73,7 +73,7 @@ def exclusive_create(session: Session) -> Findings:
     """
     name = "exclusive-create" if session.is_mounted else "conditional-create"
     groups = session.groups
-    if isinstance(session.placement, Refusal) and len(groups) > 1:
+    if isinstance(session.placement, FailedOperation) and len(groups) > 1:
         why = "not tested: who shares the place is not known"
         return (Finding(name, _THEME, Verdict.UNKNOWN, why),)
     control = session.control
@@ -88,7 +88,7 @@ def exclusive_create(session: Session) -> Findings:
     def judge(_: Sequence[World], reports: Sequence[_Race]) -> Findings:
         return (_judge_race(name, reports, groups),)
 
-    def failed(worlds: Sequence[World], refused: Mapping[int, Refusal]) -> Finding:
+    def failed(worlds: Sequence[World], refused: Mapping[int, FailedOperation]) -> Finding:
         return failure(name, _THEME, worlds, refused, _TWO_WRITERS)
 
     return session.step(name, _THEME, racer.result, judge, failed)
@@ -102,7 +102,7 @@ class _Racer:
         self._storage = storage
         self._rank = rank
         self._wins: list[tuple[str, ...]] = []
-        self._refusal: Refusal | None = None
+        self._refusal: FailedOperation | None = None
 
     def make(self) -> None:
         """Make the directory of the races."""
@@ -123,7 +123,7 @@ class _Racer:
             except AlreadyExistsError:
                 return
             except StorageError as error:
-                self._refusal = Refusal.of(error)
+                self._refusal = FailedOperation.of(error)
                 return
             wins.append(mark)
 
@@ -134,7 +134,7 @@ class _Racer:
             thread.join()
         self._wins.append(tuple(sorted(wins)))
 
-    def result(self) -> _Race | Refusal:
+    def result(self) -> _Race | FailedOperation:
         """Return the wins, and what the names hold after all rounds."""
         if self._refusal is not None:
             return self._refusal
@@ -409,7 +409,7 @@ def hard_links(session: Session) -> Findings:
     def judge(_: Sequence[World], __: Sequence[None]) -> Findings:
         return (Finding("hard-links", _THEME, Verdict.OK, "a file got a second name"),)
 
-    def failed(worlds: Sequence[World], refused: Mapping[int, Refusal]) -> Finding:
+    def failed(worlds: Sequence[World], refused: Mapping[int, FailedOperation]) -> Finding:
         first = next(iter(refused.values()))
         known = first.why in (Why.UNSUPPORTED, Why.ACCESS)
         return Finding(
@@ -458,7 +458,7 @@ def conditional_replace(session: Session) -> Findings:
 
 
 # What was tried with uploads. "multipart-list" is absent if the client cannot list uploads.
-_Uploads = Mapping[str, Refusal | None]
+_Uploads = Mapping[str, FailedOperation | None]
 
 
 @check(Need.WRITE | Need.CLIENT)
@@ -516,7 +516,7 @@ def _look_at_uploads(storage: Storage, client: ObjectClient, rank: int) -> _Uplo
         client.delete([key])
 
     forgets = type(client).list_uploads is ObjectClient.list_uploads
-    listed = None if forgets else Refusal(Why.OTHER, "not tried: no upload could be begun")
+    listed = None if forgets else FailedOperation(Why.OTHER, "not tried: no upload could be begun")
 
     def look() -> None:
         if at("aborted") not in [upload.key for upload in client.list_uploads(at(""))]:
@@ -541,11 +541,11 @@ def _part_bytes(limits: Limits) -> int:
     return -(-least // limits.part_multiple_bytes) * limits.part_multiple_bytes
 
 
-def _tried(act: Callable[[], None]) -> Refusal | None:
+def _tried(act: Callable[[], None]) -> FailedOperation | None:
     try:
         act()
     except CkptfsError as error:
-        return Refusal.of(error)
+        return FailedOperation.of(error)
     return None
 
 

@@ -14,7 +14,7 @@ from ckptfs.errors import CkptfsError, NotFoundError, StorageError
 from ckptfs.storage.base import Storage
 from ckptfs.text import size_text
 from ckptfs.tools.doctor.report import Finding, Theme, Verdict, on_ranks
-from ckptfs.tools.doctor.session import Findings, Need, Refusal, Session, Why, check
+from ckptfs.tools.doctor.session import FailedOperation, Findings, Need, Session, Why, check
 
 __all__ = [
     "FreeSpace",
@@ -75,7 +75,7 @@ class FreeSpace:
 
     free_bytes: int | None
     free_inodes: int | None
-    full: Refusal | None = None  # a write that failed for lack of space
+    full: FailedOperation | None = None  # a write that failed for lack of space
 
 
 def measure_free_space(session: Session) -> list[FreeSpace]:
@@ -92,7 +92,7 @@ def _free_space(storage: Storage) -> FreeSpace:
     try:
         found = storage.space()
     except StorageError as error:
-        return FreeSpace(None, None, Refusal.of(error))
+        return FreeSpace(None, None, FailedOperation.of(error))
     return (
         FreeSpace(None, None) if found is None else FreeSpace(found.free_bytes, found.free_inodes)
     )
@@ -332,7 +332,7 @@ def _notes(mount: Mount) -> list[tuple[str, str]]:
 # -- names -----------------------------------------------------------------------------------
 
 # By the kind of name; None if the name came back as it was given.
-_Names = Mapping[str, Refusal | None]
+_Names = Mapping[str, FailedOperation | None]
 _CASE = "names that differ in case only"
 
 
@@ -355,7 +355,7 @@ def _look_at_names(storage: Storage, rank: int) -> _Names | None:
     folded = None
     try:
         storage.stat(f"{base}/case")
-        folded = Refusal(Why.EXISTS, "another name answers to it")
+        folded = FailedOperation(Why.EXISTS, "another name answers to it")
     except NotFoundError:
         pass
     tried = {
@@ -389,7 +389,7 @@ def judge_names(_: Sequence[World], answers: Sequence[_Names | None]) -> Finding
     )
 
 
-def _named(storage: Storage, base: str, name: str) -> Refusal | None:
+def _named(storage: Storage, base: str, name: str) -> FailedOperation | None:
     try:
         storage.replace(f"{base}/{name}", name.encode())
         if storage.read(f"{base}/{name}") != name.encode():
@@ -398,5 +398,5 @@ def _named(storage: Storage, base: str, name: str) -> Refusal | None:
             raise StorageError("it is listed as another name", uri=storage.uri(base))
         storage.remove(f"{base}/{name}")
     except CkptfsError as error:
-        return Refusal.of(error)
+        return FailedOperation.of(error)
     return None

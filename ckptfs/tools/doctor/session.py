@@ -13,7 +13,7 @@ the same findings:
     def names(session: Session) -> Findings:
         return session.step("names", Theme.MOUNT, lambda: _look(session.storage), _judge)
 
-A look that fails is a finding by itself. A ``Refusal`` describes an operation that was refused or failed.
+A look that fails is a finding by itself. A ``FailedOperation`` describes an operation that was refused or failed.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ __all__ = [
     "Clock",
     "DoctorCheck",
     "Expect",
+    "FailedOperation",
     "Findings",
     "Need",
     "Opener",
     "ReadFailedError",
-    "Refusal",
     "ScratchDirectory",
     "Session",
     "Settings",
@@ -82,7 +82,7 @@ log = logging.getLogger("ckptfs.tools")
 T = TypeVar("T")
 Findings = Sequence[Finding]
 Judge = Callable[[Sequence[World], Sequence[T]], Findings]
-Failed = Callable[[Sequence[World], Mapping[int, "Refusal"]], Finding]
+Failed = Callable[[Sequence[World], Mapping[int, "FailedOperation"]], Finding]
 
 
 # -- what the caller asks --------------------------------------------------------------------
@@ -175,7 +175,7 @@ class ReadFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class FailedOperation:
     """An operation that failed. It is pickled and sent to the coordinator."""
 
     why: Why
@@ -184,21 +184,21 @@ class Refusal:
     is_read: bool = False  # it was a read, so only a load would fail
 
     @staticmethod
-    def of(error: CkptfsError, *, is_read: bool = False) -> Refusal:
+    def of(error: CkptfsError, *, is_read: bool = False) -> FailedOperation:
         """Return the refusal for an error."""
         if getattr(error, "errno", None) == errno.EROFS:
             why = Why.READ_ONLY
         else:
             why = next((w for kind, w in _WHYS if isinstance(error, kind)), Why.OTHER)
         text, hint = mask_credentials(error.message), mask_credentials(error.hint or "")
-        return Refusal(why, text, hint, is_read)
+        return FailedOperation(why, text, hint, is_read)
 
 
 def failure(
     name: str,
     theme: Theme,
     worlds: Sequence[World],
-    refused: Mapping[int, Refusal],
+    refused: Mapping[int, FailedOperation],
     meaning: str = "",
 ) -> Finding:
     """Return the finding for an operation that failed on some ranks.
@@ -372,7 +372,7 @@ class Session:
     mounts: list[Mount | None] = field(default_factory=list)
     caps: list[Capabilities] = field(default_factory=list)
     rooms: list[FreeSpace] = field(default_factory=list)
-    placement: Placement | Refusal | None = None  # None if nothing can be written
+    placement: Placement | FailedOperation | None = None  # None if nothing can be written
 
     @property
     def storage(self) -> Storage:
@@ -404,7 +404,7 @@ class Session:
         """Groups of ranks that see the same bytes; if the probe failed, the ranks of each node."""
         if self.placement is None:
             return [tuple(range(self.control.size))]
-        if not isinstance(self.placement, Refusal):
+        if not isinstance(self.placement, FailedOperation):
             return [domain.ranks for domain in self.placement.domains]
         nodes: dict[str, list[int]] = {}
         for rank, world in enumerate(self.worlds):
@@ -436,13 +436,13 @@ class Session:
         try:
             self.placement = probe_domains(self.control, self.storage)
         except CkptfsError as error:  # the same on every rank
-            self.placement = Refusal.of(error)
+            self.placement = FailedOperation.of(error)
 
     def step(
         self,
         name: str,
         theme: Theme,
-        look: Callable[[], T | Refusal],
+        look: Callable[[], T | FailedOperation],
         judge: Judge[T],
         failed: Failed | None = None,
     ) -> Findings:
@@ -451,18 +451,20 @@ class Session:
         failed: makes the finding for a failed look; None: ``failure`` makes it.
         """
 
-        def local() -> T | Refusal:
+        def local() -> T | FailedOperation:
             try:
                 return look()
             except ReadFailedError as reading:
-                return Refusal.of(reading.error, is_read=True)
+                return FailedOperation.of(reading.error, is_read=True)
             except StorageError as error:
-                return Refusal.of(error)
+                return FailedOperation.of(error)
 
-        def decide(answers: Sequence[T | Refusal]) -> Findings:
-            refused = {rank: a for rank, a in enumerate(answers) if isinstance(a, Refusal)}
+        def decide(answers: Sequence[T | FailedOperation]) -> Findings:
+            refused = {rank: a for rank, a in enumerate(answers) if isinstance(a, FailedOperation)}
             if not refused:
-                return judge(self.worlds, [a for a in answers if not isinstance(a, Refusal)])
+                return judge(
+                    self.worlds, [a for a in answers if not isinstance(a, FailedOperation)]
+                )
             if failed is not None:
                 return (failed(self.worlds, refused),)
             return (failure(name, theme, self.worlds, refused),)
@@ -489,25 +491,27 @@ def leftovers(session: Session) -> Findings:
     """Remove the scratch directories of examinations that were killed more than a day ago."""
     scratch, wall_s = session.scratch, session.settings.clock.wall_s()
 
-    def look() -> dict[str, Refusal | None]:
+    def look() -> dict[str, FailedOperation | None]:
         return _without_leftovers(scratch, wall_s) if session.is_lead else {}
 
     return session.step("leftovers", Theme.ACCESS, look, _judge_leftovers)
 
 
-def _without_leftovers(scratch: ScratchDirectory, wall_s: float) -> dict[str, Refusal | None]:
-    gone: dict[str, Refusal | None] = {}
+def _without_leftovers(
+    scratch: ScratchDirectory, wall_s: float
+) -> dict[str, FailedOperation | None]:
+    gone: dict[str, FailedOperation | None] = {}
     for name in scratch.leftovers(wall_s):
         try:
             scratch.remove_leftover(name)
             gone[name] = None
         except StorageError as error:
-            gone[name] = Refusal.of(error)
+            gone[name] = FailedOperation.of(error)
     return gone
 
 
 def _judge_leftovers(
-    _: Sequence[World], answers: Sequence[dict[str, Refusal | None]]
+    _: Sequence[World], answers: Sequence[dict[str, FailedOperation | None]]
 ) -> tuple[Finding, ...]:
     found = {name: refusal for removals in answers for name, refusal in removals.items()}
     stay = sorted(name for name, refusal in found.items() if refusal is not None)

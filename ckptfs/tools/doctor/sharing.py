@@ -19,9 +19,9 @@ from ckptfs.tools.doctor.report import Finding, Theme, Verdict, hosts, on_ranks,
 from ckptfs.tools.doctor.session import (
     Clock,
     Expect,
+    FailedOperation,
     Findings,
     Need,
-    Refusal,
     Session,
     check,
 )
@@ -48,15 +48,15 @@ def domains(session: Session) -> Findings:
     placement = session.placement
     if placement is None:
         return ()
-    found = placement if isinstance(placement, Refusal) else placement.domains
+    found = placement if isinstance(placement, FailedOperation) else placement.domains
     return _judge_domains(session.worlds, found, session.settings.expect)
 
 
 def _judge_domains(
-    worlds: Sequence[World], found: Sequence[Domain] | Refusal, expect: Expect | None
+    worlds: Sequence[World], found: Sequence[Domain] | FailedOperation, expect: Expect | None
 ) -> Findings:
     name, nodes = "domains", len({w.node for w in worlds})
-    if isinstance(found, Refusal):
+    if isinstance(found, FailedOperation):
         return (
             Finding(
                 name,
@@ -123,13 +123,13 @@ def _judge_domains(
 def shared_directory(session: Session) -> Findings:
     """Make a directory that all ranks use, by ckptfs's own ``ensure_dir``."""
     placement = session.placement
-    if placement is None or isinstance(placement, Refusal):
+    if placement is None or isinstance(placement, FailedOperation):
         return ()
     name = "shared-directory"
     try:
         ensure_dir(session.control, session.storage, placement, "shared")
     except CkptfsError as error:  # the same on every rank
-        refusal = Refusal.of(error)
+        refusal = FailedOperation.of(error)
         meaning = "ensure_dir, and every save, would fail here the same way"
         return (Finding(name, _THEME, Verdict.FAIL, refusal.text, meaning, refusal.hint),)
     text = f"made by one, seen by {counted(len(session.worlds), 'rank')}"
@@ -144,7 +144,7 @@ class _Arrivals:
     """When this rank saw what other ranks wrote."""
 
     seen_s: Mapping[int, float | None]  # by writing rank; None: never seen
-    refusal: Refusal | None = None
+    refusal: FailedOperation | None = None
 
 
 @check(Need.WRITE)
@@ -153,7 +153,7 @@ def visibility_delay(session: Session) -> Findings:
     control, patience_s = session.control, session.settings.patience_s
     # If it is not known who shares the place, all ranks watch each other, so that the numbers show it.
     everybody = [tuple(range(control.size))]
-    groups = everybody if isinstance(session.placement, Refusal) else session.groups
+    groups = everybody if isinstance(session.placement, FailedOperation) else session.groups
     own_group = next(group for group in groups if session.rank in group)
     writers = sorted({own_group[0], own_group[-1]})
     plain: list[_Arrivals] = []
@@ -219,7 +219,7 @@ class _Watcher:
                 self._clock.wait(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         except StorageError as error:
-            return _Arrivals(arrived_s, Refusal.of(error))
+            return _Arrivals(arrived_s, FailedOperation.of(error))
 
     def _is_present(self, rank: int) -> bool:
         try:

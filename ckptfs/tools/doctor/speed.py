@@ -19,10 +19,10 @@ from ckptfs.storage.base import Storage
 from ckptfs.text import counted, size_text
 from ckptfs.tools.doctor.report import Finding, Theme, Verdict, seconds
 from ckptfs.tools.doctor.session import (
+    FailedOperation,
     Findings,
     Need,
     ReadFailedError,
-    Refusal,
     Session,
     check,
     failure,
@@ -115,7 +115,7 @@ def bandwidth(session: Session) -> Findings:
     written = control.step("doctor.write", lambda: _write_file(storage, rank, size_bytes))
     own_group = next(group for group in session.groups if rank in group)
 
-    def look() -> Transfer | Refusal:
+    def look() -> Transfer | FailedOperation:
         return _read_back(storage, _reads(control.worlds, own_group, rank), written[rank])
 
     def judge(_: Sequence[World], answers: Sequence[Transfer]) -> Findings:
@@ -133,14 +133,14 @@ def _reads(worlds: Sequence[World], group: Sequence[int], rank: int) -> int:
     return others[list(group).index(rank) % len(others)] if others else rank
 
 
-def _failed(worlds: Sequence[World], refused: Mapping[int, Refusal]) -> Finding:
+def _failed(worlds: Sequence[World], refused: Mapping[int, FailedOperation]) -> Finding:
     # If only reads failed, saves still work.
     reads = all(refusal.is_read for refusal in refused.values())
     name = "read-bandwidth" if reads else "write-bandwidth"
     return failure(name, Theme.SPEED, worlds, refused)
 
 
-def _write_file(storage: Storage, rank: int, size_bytes: int) -> Transfer | Refusal:
+def _write_file(storage: Storage, rank: int, size_bytes: int) -> Transfer | FailedOperation:
     """Write this rank's file durably. Its bytes are random and made before the clock starts."""
     block = memoryview(os.urandom(min(size_bytes, _BLOCK_BYTES)))
     try:
@@ -156,7 +156,7 @@ def _write_file(storage: Storage, rank: int, size_bytes: int) -> Transfer | Refu
         storage.sync("large")
         duration_s = time.perf_counter() - begun_s
     except StorageError as error:
-        return Refusal.of(error)
+        return FailedOperation.of(error)
     return Transfer(size_bytes, duration_s, cached=_let_go(storage, rank))
 
 
@@ -176,9 +176,11 @@ def _let_go(storage: Storage, rank: int) -> str:
     return "the server's or the disk's memory"
 
 
-def _read_back(storage: Storage, rank: int, written: Transfer | Refusal) -> Transfer | Refusal:
+def _read_back(
+    storage: Storage, rank: int, written: Transfer | FailedOperation
+) -> Transfer | FailedOperation:
     """Read the file of ``rank`` in parallel ranges, like a load. Return ``written`` with the time."""
-    if isinstance(written, Refusal):
+    if isinstance(written, FailedOperation):
         return written
     buffer = memoryview(bytearray(written.size_bytes))
     try:
