@@ -29,7 +29,7 @@ from enum import Enum
 from typing import TypeVar
 
 from ckptfs.errors import NotFoundError, StorageError, UnsupportedError, UriError
-from ckptfs.storage.io import DataReader, DataWriter, Engine, ParallelWriter, Reach
+from ckptfs.storage.io import DataReader, DataWriter, FileEngine, ParallelWriter, Reach
 from ckptfs.storage.os_errors import CONTROL, too_large
 from ckptfs.uri import Uri, check_key
 
@@ -462,7 +462,7 @@ class Storage(ABC):
         return 1
 
     def open_parallel(
-        self, key: str, *, size_bytes: int, engine: Engine | None = None
+        self, key: str, *, size_bytes: int, engine: FileEngine | None = None
     ) -> ParallelWriter | None:
         """As ``open_write``, for a file of known size that several threads write at once.
 

@@ -35,7 +35,7 @@ __all__ = [
     "BufferPool",
     "DataReader",
     "DataWriter",
-    "Engine",
+    "FileEngine",
     "ParallelWriter",
     "PooledBuffer",
     "Reach",
@@ -254,7 +254,7 @@ class DataWriter(Unfinished):
             raise UnsupportedError("nothing is left of an earlier writer")
 
 
-class Engine(Enum):
+class FileEngine(Enum):
     """How a file is written.
 
     Attributes:
@@ -285,7 +285,7 @@ class ParallelWriter(Unfinished):
 
     @property
     @abstractmethod
-    def engine(self) -> Engine:
+    def engine(self) -> FileEngine:
         """How the file is written. DIRECT may become BUFFERED if the filesystem refuses a direct write."""
 
     @property
@@ -317,7 +317,7 @@ _HUGE_BYTES = 2 << 20
 _MIN_BUFFER_BYTES = (8 << 20) + (64 << 10)
 
 
-class _Memory(mmap.mmap):
+class _MappedMemory(mmap.mmap):
     """Memory of a pool: no fork shares it."""
 
 
@@ -326,7 +326,7 @@ def is_aligned(view: memoryview) -> bool:
 
     Other memory that happens to begin at a page may be shared with a forked child: see open(2).
     """
-    if not isinstance(view.obj, _Memory) or not len(view):
+    if not isinstance(view.obj, _MappedMemory) or not len(view):
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % mmap.PAGESIZE == 0
 
@@ -388,7 +388,9 @@ def aligned_memory(size_bytes: int) -> memoryview:
 
     A direct write of a window pins each of its pages.
     """
-    memory = _Memory(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _MappedMemory(
+        -1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -3,7 +3,7 @@
     memory://name/run                 filesystem: real directories, rename in one step
     memory://name/run?shape=object    object: keys only, etags, conditional replace
 
-``MemoryStores`` holds the named stores of one process. Several threads may share a store. Several
+``MemoryStoreRegistry`` holds the named stores of one process. Several threads may share a store. Several
 processes cannot, and get an error: each would see a store of its own, and every rank's checkpoint
 would vanish with its process. A store survives nothing, so ``durable`` is False.
 """
@@ -37,10 +37,10 @@ from ckptfs.storage.base import (
 )
 from ckptfs.uri import Uri
 
-__all__ = ["STORES", "MemoryStorage", "MemoryStores", "Tree", "open_memory"]
+__all__ = ["STORES", "MemoryStorage", "MemoryStoreRegistry", "MemoryTree", "open_memory"]
 
 
-class Tree:
+class MemoryTree:
     """The content of one store: ``files`` maps a path to (bytes, etag), ``dirs`` is a set of paths.
 
     Paths have no leading slash; "" is the top, which always exists. ``lock`` makes each operation
@@ -60,20 +60,20 @@ class Tree:
         self.files[path] = (data, f"{next(self._etags)}")
 
 
-class MemoryStores:
+class MemoryStoreRegistry:
     """The named stores of one process. Tests may have one of their own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._trees: dict[str, Tree] = {}
+        self._trees: dict[str, MemoryTree] = {}
 
-    def tree(self, name: str, shape: Shape) -> Tree:
+    def tree(self, name: str, shape: Shape) -> MemoryTree:
         """Return the store of that name, made at first use.
 
         UriError: it exists in the other shape.
         """
         with self._lock:
-            tree = self._trees.setdefault(name, Tree(shape))
+            tree = self._trees.setdefault(name, MemoryTree(shape))
         if tree.shape is not shape:
             raise UriError(f"the memory store {name!r} has the shape {tree.shape.value}")
         return tree
@@ -86,7 +86,7 @@ class MemoryStores:
 
 # The stores of memory:// URIs: one set for the whole process, because such a URI names no other
 # place.
-STORES = MemoryStores()
+STORES = MemoryStoreRegistry()
 
 
 def open_memory(uri: Uri, storage_options: Mapping[str, Any]) -> MemoryStorage:
@@ -108,7 +108,11 @@ class MemoryStorage(Storage):
     """One root in a store. ``stores`` defaults to the process's own."""
 
     def __init__(
-        self, root: Uri, *, shape: Shape = Shape.FILESYSTEM, stores: MemoryStores | None = None
+        self,
+        root: Uri,
+        *,
+        shape: Shape = Shape.FILESYSTEM,
+        stores: MemoryStoreRegistry | None = None,
     ) -> None:
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:
             raise UriError(
@@ -118,7 +122,7 @@ class MemoryStorage(Storage):
             )
         self.root = root
         self.shape = shape
-        self._tree: Tree | None = (stores or STORES).tree(root.authority, shape)
+        self._tree: MemoryTree | None = (stores or STORES).tree(root.authority, shape)
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,7 +135,7 @@ class MemoryStorage(Storage):
         self._tree = STORES.tree(self.root.authority, self.shape) if here else None
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> MemoryTree:
         """The store. UriError in another process than the one that opened it."""
         if self._tree is None or self._tree.pid != os.getpid():
             raise UriError(

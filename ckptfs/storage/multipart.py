@@ -72,7 +72,7 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.base import DataWriter
-from ckptfs.storage.clients.base import ALWAYS, Buffer, Limits, ObjectClient, Upload, whole
+from ckptfs.storage.clients.base import ALWAYS, Buffer, Limits, ObjectClient, Upload, join_buffers
 from ckptfs.storage.clients.http_errors import Reason, RequestContext, reason_error
 from ckptfs.storage.retry import Retrier, RetryPolicy
 from ckptfs.uri import Uri, mask_credentials
@@ -80,8 +80,8 @@ from ckptfs.uri import Uri, mask_credentials
 __all__ = [
     "FillingPart",
     "ObjectWriter",
-    "PartPlan",
     "PartQueue",
+    "PartSizes",
     "Route",
     "StreamUpload",
     "UploadBudget",
@@ -108,7 +108,7 @@ class Route:
 class ObjectWriter(DataWriter):
     """Writes one object. See ``Storage.open_write``; nothing is requested before the first part."""
 
-    def __init__(self, route: Route, key: str, uri: Uri, plan: PartPlan) -> None:
+    def __init__(self, route: Route, key: str, uri: Uri, plan: PartSizes) -> None:
         self._route = route
         self._key = key
         self._uri = uri
@@ -208,7 +208,7 @@ class ObjectWriter(DataWriter):
         self._is_writable = False
         upload, part = self._upload, self._part
         if upload is None:
-            data = whole(part.pieces()) if part is not None else b""
+            data = join_buffers(part.pieces()) if part is not None else b""
             self._route.retrier.run(lambda: self._route.client.put(self._key, data, ALWAYS))
         else:
             if part is not None:
@@ -295,7 +295,7 @@ _DEFAULT_PART_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PartPlan:
+class PartSizes:
     """The sizes of one object's parts.
 
     Attributes:
@@ -332,7 +332,7 @@ class PartPlan:
 
 def plan_parts(
     limits: Limits, *, size_hint_bytes: int | None, configured_bytes: int | None, memory_bytes: int
-) -> PartPlan:
+) -> PartSizes:
     """Decide how to cut an object of about that size.
 
     Args:
@@ -355,7 +355,7 @@ def plan_parts(
     # A tenth of the parts is kept for a file that turns out larger than its declared size.
     needed = -(-size // max(1, limits.max_parts * 9 // 10))
     first = _fitted(limits, max(wanted, needed))
-    return PartPlan(limits, first, size_hint_bytes)
+    return PartSizes(limits, first, size_hint_bytes)
 
 
 def _fitted(limits: Limits, size_bytes: int) -> int:
@@ -641,7 +641,7 @@ class PartQueue:
         return all(before in self._waiting for before in range(self._consumed, number))
 
     def _copy(self, number: int, pieces: Sequence[Buffer]) -> bool:
-        self._waiting[number] = [bytes(whole(pieces))]
+        self._waiting[number] = [bytes(join_buffers(pieces))]
         self._changed.notify_all()
         return True
 

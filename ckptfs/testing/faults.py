@@ -53,7 +53,7 @@ from ckptfs.storage.base import (
     Storage,
     UnfinishedUpload,
 )
-from ckptfs.storage.io import Engine, ParallelWriter
+from ckptfs.storage.io import FileEngine, ParallelWriter
 from ckptfs.storage.os_errors import typed
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
@@ -465,7 +465,7 @@ class FaultyWindows(ParallelWriter):
         self.window_bytes, self.concurrency = inner.window_bytes, inner.concurrency
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> FileEngine:
         """The engine of the real writer."""
         return self._inner.engine
 
@@ -583,7 +583,7 @@ class FaultyStorage(Storage):
         return self.inner.files_at_once(key, size_bytes)
 
     def open_parallel(
-        self, key: str, *, size_bytes: int, engine: Engine | None = None
+        self, key: str, *, size_bytes: int, engine: FileEngine | None = None
     ) -> ParallelWriter | None:
         """Count it as ``open_write``, which it replaces; no count if inner has no such writer."""
         writer = self.inner.open_parallel(key, size_bytes=size_bytes, engine=engine)

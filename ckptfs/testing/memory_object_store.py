@@ -53,14 +53,14 @@ from ckptfs.storage.clients.base import (
     Buffer,
     Condition,
     Conditions,
+    FailedDelete,
     Head,
     IfAbsent,
     IfMatch,
     Limits,
-    Listed,
+    ListedKey,
     ObjectClient,
     PendingUpload,
-    Refused,
     Upload,
     check_size,
 )
@@ -348,32 +348,32 @@ class MemoryObjectClient(ObjectClient):
 
         return self._do("head", key, act)
 
-    def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[Listed]:
-        def act() -> list[Listed]:
-            found: dict[str, Listed] = {}
+    def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[ListedKey]:
+        def act() -> list[ListedKey]:
+            found: dict[str, ListedKey] = {}
             for key, held in sorted(self.store.objects.items()):
                 if not key.startswith(prefix):
                     continue
                 head, slash, _ = key[len(prefix) :].partition("/")
                 if delimiter and slash:
                     name = f"{prefix}{head}/"
-                    found[name] = Listed(name, is_prefix=True)
+                    found[name] = ListedKey(name, is_prefix=True)
                 else:
-                    found[key] = Listed(key, len(held.data))
+                    found[key] = ListedKey(key, len(held.data))
             return list(found.values())
 
         return iter(self._do("list_keys", prefix, act))
 
-    def delete(self, keys: Sequence[str]) -> list[Refused]:
+    def delete(self, keys: Sequence[str]) -> list[FailedDelete]:
         if len(keys) > self.limits.delete_batch:
             raise StorageError(f"delete failed: {len(keys)} keys in one request")
 
-        def act() -> list[Refused]:
+        def act() -> list[FailedDelete]:
             refused = []
             for key in keys:
                 if any(fnmatch.fnmatchcase(key, pattern) for pattern in self.store.locked):
                     error = AccessError("delete failed: object lock", uri=self._uri(key))
-                    refused.append(Refused(key, error))
+                    refused.append(FailedDelete(key, error))
                 else:
                     self.store.objects.pop(key, None)
             return refused

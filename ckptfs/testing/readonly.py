@@ -24,7 +24,7 @@ from ckptfs.storage.base import (
     Storage,
     UnfinishedUpload,
 )
-from ckptfs.storage.io import Engine, ParallelWriter
+from ckptfs.storage.io import FileEngine, ParallelWriter
 
 __all__ = ["ReadOnlyStorage"]
 
@@ -83,7 +83,7 @@ class ReadOnlyStorage(Storage):
         self._refuse("write", key)
 
     def open_parallel(
-        self, key: str, *, size_bytes: int, engine: Engine | None = None
+        self, key: str, *, size_bytes: int, engine: FileEngine | None = None
     ) -> ParallelWriter | None:
         self._refuse("write", key)
 

@@ -22,7 +22,7 @@ from ckptfs.commit.log.entries import (
 from ckptfs.commit.log.fold import LogState, fold_entry, snapshot_of, state_from_snapshot
 from ckptfs.commit.operations import drive
 from ckptfs.storage.base import Shape, Storage
-from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.storage.memory import MemoryStorage, MemoryStoreRegistry
 from ckptfs.uri import Uri
 
 G0, G1, G2, G3 = (
@@ -74,7 +74,7 @@ def fence(generation: Generation, mode: FenceMode = FenceMode.RESUME) -> Fence:
 
 def memory(shape: Shape = Shape.FILESYSTEM) -> MemoryStorage:
     """A store of its own."""
-    return MemoryStorage(Uri.parse("memory://test/run"), shape=shape, stores=MemoryStores())
+    return MemoryStorage(Uri.parse("memory://test/run"), shape=shape, stores=MemoryStoreRegistry())
 
 
 def write(storage: Storage, bodies: Iterable[Body], prefix: str = "w") -> LogState:

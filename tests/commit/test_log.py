@@ -57,7 +57,7 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.storage.memory import MemoryStorage, MemoryStoreRegistry
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Lose, Plan, When
 from ckptfs.uri import Uri
 from tests.commit.logs import G1, fence, memory, seal, write
@@ -224,7 +224,7 @@ def test_a_cold_fold_of_ten_thousand_entries_reads_few() -> None:
     """A snapshot every hundred entries, found through the hint: the fold is the same, the reads
     are a hundredth.
     """
-    stores = MemoryStores()
+    stores = MemoryStoreRegistry()
     storage = Counting(Uri.parse("memory://t/run"), stores=stores)
     state = _long_log(storage, 10_000)
     storage.reads = 0
@@ -265,7 +265,7 @@ def test_a_hint_that_was_read_before_is_as_good(age: str) -> None:
     """A reader at an object store has it with the domain's id: an old one leads to an older snapshot, none to the
     first entry.
     """
-    storage = Counting(Uri.parse("memory://t/run"), stores=MemoryStores())
+    storage = Counting(Uri.parse("memory://t/run"), stores=MemoryStoreRegistry())
     state = _long_log(storage, 230)
     older = json.dumps({"snapshot": log.SNAPSHOT_EVERY - 1}).encode()
     data = {"now": storage.read(HINT), "older": older, "before the first": None}[age]
@@ -413,7 +413,7 @@ def test_racing_appends_lose_and_double_none(place: str, each: int, tmp_path: Pa
     """Eight threads append a hundred (or five hundred) entries each: all are there, once, whole, in
     order.
     """
-    stores = MemoryStores()
+    stores = MemoryStoreRegistry()
 
     def opened() -> Storage:
         if place == "local":

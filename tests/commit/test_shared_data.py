@@ -36,14 +36,16 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.paths import METADATA
 from ckptfs.errors import ManifestError, NotFoundError, UnsupportedError
 from ckptfs.storage.base import Shape
-from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.storage.memory import MemoryStorage, MemoryStoreRegistry
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan, When
 from ckptfs.uri import Uri
 
 
 def store(shape: Shape) -> MemoryStorage:
     """An empty one."""
-    return MemoryStorage(Uri.parse("memory://shared/run"), shape=shape, stores=MemoryStores())
+    return MemoryStorage(
+        Uri.parse("memory://shared/run"), shape=shape, stores=MemoryStoreRegistry()
+    )
 
 
 def shared(*paths: str) -> tuple[FileRecord, ...]:

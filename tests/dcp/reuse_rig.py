@@ -36,7 +36,7 @@ from ckptfs.dcp.loading import load_at
 from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.events import SaveResult
 from ckptfs.storage.base import Shape, Storage
-from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.storage.memory import MemoryStorage, MemoryStoreRegistry
 from ckptfs.testing.faults import FaultyStorage, Plan
 from ckptfs.uri import Uri
 
@@ -52,7 +52,7 @@ class Run:
     def __init__(self, shape: Shape, cut: Cut = SMALL, *, storage: Storage | None = None) -> None:
         self.shape = shape
         self.cut = cut
-        self.stores = MemoryStores()
+        self.stores = MemoryStoreRegistry()
         self.plain: Storage = storage or MemoryStorage(ROOT, shape=shape, stores=self.stores)
         self.held: HeldRun | None = None
         self._ids = fresh_ids()
@@ -81,7 +81,7 @@ class Run:
     def copied(self) -> Run:
         """The same bytes in a store of their own, and no owner."""
         other = copy.copy(self)
-        other.stores, other.held = MemoryStores(), None
+        other.stores, other.held = MemoryStoreRegistry(), None
         other.plain = MemoryStorage(ROOT, shape=self.shape, stores=other.stores)
         mine, its = (s.tree(ROOT.authority, self.shape) for s in (self.stores, other.stores))
         its.files, its.dirs = dict(mine.files), set(mine.dirs)

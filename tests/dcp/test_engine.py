@@ -25,7 +25,7 @@ from ckptfs.dcp.write.rank_files import (
 )
 from ckptfs.errors import NoSpaceError
 from ckptfs.storage.base import DataWriter, Shape
-from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.storage.memory import MemoryStorage, MemoryStoreRegistry
 from ckptfs.testing.faults import FaultyStorage, Plan
 from ckptfs.uri import Uri
 from tests.dcp.planned import plan_save
@@ -64,7 +64,7 @@ class NotingStorage(MemoryStorage):
     """A store of one data file that is not kept, and of its sidecar."""
 
     def __init__(self) -> None:
-        super().__init__(Uri.parse("memory://engine/run"), stores=MemoryStores())
+        super().__init__(Uri.parse("memory://engine/run"), stores=MemoryStoreRegistry())
         self.make_dir("")
         self.hint: int | None = None
         self.bytes = b""
@@ -147,7 +147,7 @@ def test_a_file_is_closed_once(shape: Shape) -> None:
     """
     plan, side_by_side = Plan(), list[int]()
     root = Uri.parse("memory://engine/closed")
-    inner = MemoryStorage(root, shape=shape, stores=MemoryStores())
+    inner = MemoryStorage(root, shape=shape, stores=MemoryStoreRegistry())
     inner.make_dir("")
     planned = plan_save({"w": torch.ones(3)}, SoloControl())
     task = FileTask("f.distcp", split_items(planned.items, 1)[0])

@@ -24,7 +24,7 @@ from ckptfs.dcp.read.read_plan import Read
 from ckptfs.dcp.read.scheduler import fetch, fetch_reads
 from ckptfs.errors import AccessError, IncompleteCheckpointError, IntegrityError
 from ckptfs.storage.base import DataReader, Reach, Storage
-from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.storage.memory import MemoryStorage, MemoryStoreRegistry
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.options import ObjectOptions
 from ckptfs.storage.registry import open_storage
@@ -46,7 +46,7 @@ class Wide(MemoryStorage):
     reach = Reach.REMOTE
 
     def __init__(self) -> None:
-        super().__init__(Uri.parse("memory://fetch/run"), stores=MemoryStores())
+        super().__init__(Uri.parse("memory://fetch/run"), stores=MemoryStoreRegistry())
         self.make_dir("")
         self.reads: list[tuple[int, int]] = []  # offset and size of every read of a data file
         self.spans: dict[str, list[tuple[int, int]]] = {}  # the same by file

@@ -17,7 +17,7 @@ from ckptfs.dcp.read.read_threads import ReadPool
 from ckptfs.dcp.write.host_memory import memory_of
 from ckptfs.dcp.write.parallel_windows import Cancelled, run_all
 from ckptfs.errors import CkptfsError, StateError
-from ckptfs.storage.io import Engine
+from ckptfs.storage.io import FileEngine
 from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.local.writers import WindowedFile
 from ckptfs.uri import Uri
@@ -53,7 +53,7 @@ def test_after_ctrl_c_no_thread_writes_any_more(tmp_path: Path) -> None:
         str(tmp_path / ".partial-x"),
         lambda _: None,
         size_bytes=2 * WINDOW_BYTES,
-        wanted=Engine.BUFFERED,
+        wanted=FileEngine.BUFFERED,
     )
     numbers = iter(range(2))
     lock = threading.Lock()
@@ -100,7 +100,7 @@ def test_a_file_that_is_aborted_under_a_write_is_closed_by_that_write(tmp_path: 
         str(tmp_path / ".partial-x"),
         lambda _: None,
         size_bytes=WINDOW_BYTES,
-        wanted=Engine.BUFFERED,
+        wanted=FileEngine.BUFFERED,
     )
     thread = threading.Thread(
         target=lambda: writer.write_at(0, [memoryview(bytes(WINDOW_BYTES))]), daemon=True

@@ -33,7 +33,7 @@ from ckptfs.dcp.worker import SaveWorker
 from ckptfs.errors import CollectiveError, NoSpaceError, StateError
 from ckptfs.events import Event, SaveResult
 from ckptfs.storage.base import DataWriter, Storage
-from ckptfs.storage.io import Engine, ParallelWriter
+from ckptfs.storage.io import FileEngine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Hold, Plan
 from ckptfs.uri import Uri
@@ -237,7 +237,7 @@ class _Streams(LocalStorage):
     """Files are written in order, one large tensor a write: what these tests hold on to."""
 
     def open_parallel(
-        self, key: str, *, size_bytes: int, engine: Engine | None = None
+        self, key: str, *, size_bytes: int, engine: FileEngine | None = None
     ) -> ParallelWriter | None:
         return None
 

@@ -30,9 +30,9 @@ from ckptfs.dcp.write.rank_files import (
     stream_engine,
 )
 from ckptfs.errors import NoSpaceError, StateError
-from ckptfs.storage.io import Engine, ParallelWriter
+from ckptfs.storage.io import FileEngine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.storage.memory import MemoryStorage, MemoryStoreRegistry
 from ckptfs.uri import Uri
 from tests.dcp.planned import plan_save
 
@@ -58,9 +58,9 @@ class Cut(ParallelWriter):
         self.size_bytes = size_bytes
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> FileEngine:
         """As a file."""
-        return Engine.BUFFERED
+        return FileEngine.BUFFERED
 
     @property
     def direct_bytes(self) -> int:
@@ -89,7 +89,7 @@ class Windowed(MemoryStorage):
     """A store of one data file, written in windows of so many bytes, and of its sidecar."""
 
     def __init__(self, window_bytes: int, threads: int = 1) -> None:
-        super().__init__(Uri.parse("memory://windows/run"), stores=MemoryStores())
+        super().__init__(Uri.parse("memory://windows/run"), stores=MemoryStoreRegistry())
         self.make_dir("")
         self.window_bytes, self.threads = window_bytes, threads
         self.file = b""
@@ -97,7 +97,7 @@ class Windowed(MemoryStorage):
         self.on_window: Callable[[int], object] = lambda offset: None
 
     def open_parallel(
-        self, key: str, *, size_bytes: int, engine: Engine | None = None
+        self, key: str, *, size_bytes: int, engine: FileEngine | None = None
     ) -> ParallelWriter | None:
         return Cut(self, size_bytes)
 
@@ -112,12 +112,12 @@ def task_of(state: dict[str, Any]) -> tuple[FileTask, Callable[[WriteItem], Any]
 def both(state: dict[str, Any], window_bytes: int, threads: int) -> tuple[bytes, FileWritten]:
     """The file by windows, after it was compared with what the stream engine writes."""
     task, resolve = task_of(state)
-    stream = MemoryStorage(Uri.parse("memory://stream/run"), stores=MemoryStores())
+    stream = MemoryStorage(Uri.parse("memory://stream/run"), stores=MemoryStoreRegistry())
     stream.make_dir("")
     expected = stream_engine(stream, task, resolve, Cancelled())
     store = Windowed(window_bytes, threads)
     written = auto_engine(store, task, resolve, Cancelled())
-    assert written.engine is Engine.BUFFERED
+    assert written.engine is FileEngine.BUFFERED
     assert store.file == stream.read("f")
     assert written.placed == expected.placed
     assert encode_digests(written.digests) == encode_digests(expected.digests)
@@ -227,7 +227,7 @@ def test_every_engine_writes_the_same_file(tmp_path: Path, name: WriteEngineName
     assert (tmp_path / "f").read_bytes() == (tmp_path / "stream").read_bytes()
     assert (tmp_path / "f.digests").read_bytes() == (tmp_path / "stream.digests").read_bytes()
     if name is WriteEngineName.BUFFERED:
-        assert (written.engine, written.direct_bytes) == (Engine.BUFFERED, 0)
+        assert (written.engine, written.direct_bytes) == (FileEngine.BUFFERED, 0)
 
 
 def test_memory_is_given_back_once_its_last_window_is_written() -> None:
@@ -343,7 +343,7 @@ def test_a_tensor_that_is_not_what_was_planned_is_written_in_order(tmp_path: Pat
 
     storage = LocalStorage(Uri.parse(str(tmp_path)))
     written = auto_engine(storage, task, halved, Cancelled())
-    assert written.engine is Engine.STREAMED
+    assert written.engine is FileEngine.STREAMED
     data = (tmp_path / "f").read_bytes()
     for place, tensor in zip(written.placed, state.values(), strict=True):
         blob = io.BytesIO(data[place.offset : place.offset + place.length])

@@ -14,7 +14,7 @@ import threading
 
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import DataReader, DataWriter, Entry, Stat, Storage
-from ckptfs.storage.io import Engine, ParallelWriter
+from ckptfs.storage.io import FileEngine, ParallelWriter
 from ckptfs.testing.faults import FaultyStorage, Plan
 from ckptfs.tools.doctor import Clock
 
@@ -120,7 +120,7 @@ class LateStorage(FaultyStorage):
         return super().open_write(key, size_hint_bytes=size_hint_bytes)
 
     def open_parallel(
-        self, key: str, *, size_bytes: int, engine: Engine | None = None
+        self, key: str, *, size_bytes: int, engine: FileEngine | None = None
     ) -> ParallelWriter | None:
         self._news.wrote(self._node, str(self.uri(key)))
         return super().open_parallel(key, size_bytes=size_bytes, engine=engine)

@@ -31,7 +31,7 @@ from ckptfs.manager.restore_candidates import Fallback
 from ckptfs.replication.backlog import fresh_id
 from ckptfs.storage.base import Entry, Shape, Storage
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.storage.memory import MemoryStorage, MemoryStoreRegistry
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.testing.readonly import ReadOnlyStorage
 from ckptfs.uri import Uri
@@ -619,7 +619,7 @@ def test_on_an_object_store_requests_do_not_grow_with_the_files(tmp_path: Path) 
     """One process of all folds the log and lists the data: four ranks' files cost no request each, and
     a missing object is found all the same.
     """
-    stores = MemoryStores()
+    stores = MemoryStoreRegistry()
     counted: Counter[str] = Counter()
 
     def bucket(uri: Uri, _: Path) -> Storage:

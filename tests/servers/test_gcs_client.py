@@ -19,7 +19,7 @@ from ckptfs.errors import (
     NotFoundError,
     StaleError,
 )
-from ckptfs.storage.clients.base import IF_ABSENT, IfMatch, Listed, ObjectClient
+from ckptfs.storage.clients.base import IF_ABSENT, IfMatch, ListedKey, ObjectClient
 from tests.lab._gcs.store import Upload
 from tests.servers.gcs_lab import CLIENTS, Place, fresh, place_of
 
@@ -49,7 +49,7 @@ def test_small_objects(client: ObjectClient, key: str) -> None:
     assert client.head(key).size_bytes == len(data)
     assert etag is not None
     assert etag.isdigit()
-    assert Listed(key, len(data)) in list(client.list_keys("run/", delimiter=False))
+    assert ListedKey(key, len(data)) in list(client.list_keys("run/", delimiter=False))
     assert client.delete([key]) == []
     with pytest.raises(NotFoundError):
         client.get(key)

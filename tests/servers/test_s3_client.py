@@ -24,7 +24,7 @@ from ckptfs.storage.clients.base import (
     ALWAYS,
     IF_ABSENT,
     IfMatch,
-    Listed,
+    ListedKey,
     ObjectClient,
     PendingUpload,
 )
@@ -75,7 +75,7 @@ def test_small_objects(client: ObjectClient, prefix: str, name: str) -> None:
         assert client.get(key) == (bytes(data), etag)
         head = client.head(key)
         assert (head.size_bytes, head.etag) == (len(data), etag)
-    assert list(client.list_keys(prefix, delimiter=False)) == [Listed(key, 5)]
+    assert list(client.list_keys(prefix, delimiter=False)) == [ListedKey(key, 5)]
     assert client.delete([key]) == []
     assert client.delete([key]) == []
     for missing in (client.get, client.head):
@@ -163,9 +163,9 @@ def test_listing(client: ObjectClient, prefix: str) -> None:
         prefix + name for name in names
     ]
     assert list(client.list_keys(prefix, delimiter=True)) == [
-        Listed(prefix + "a", 1),
-        Listed(prefix + "b/", is_prefix=True),
-        Listed(prefix + "d", 1),
+        ListedKey(prefix + "a", 1),
+        ListedKey(prefix + "b/", is_prefix=True),
+        ListedKey(prefix + "d", 1),
     ]
     assert list(client.list_keys(prefix + "none/", delimiter=True)) == []
     assert client.delete([prefix + name for name in names]) == []

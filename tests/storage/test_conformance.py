@@ -13,7 +13,7 @@ from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
-from ckptfs.storage.memory import STORES, MemoryStorage, Tree
+from ckptfs.storage.memory import STORES, MemoryStorage, MemoryTree
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.conformance import StorageConformance
 from ckptfs.testing.faults import FaultyStorage, Plan
@@ -148,7 +148,7 @@ class InMemory(StorageConformance):
     """The raw hooks of the model."""
 
     shape: Shape
-    held: Tree
+    held: MemoryTree
 
     def make_storage(self, place: Path) -> Storage:
         STORES.drop(place.name)

@@ -17,7 +17,7 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.bulk_delete import DeleteBackoff, Deleter
-from ckptfs.storage.clients.base import Listed, Refused
+from ckptfs.storage.clients.base import FailedDelete, ListedKey
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.testing.faults import Fail, Fault, Lose
 from ckptfs.testing.memory_object_store import MemoryObjectClient, MemoryObjects
@@ -128,7 +128,7 @@ def test_objects_that_keep_coming_are_an_error() -> None:
 
     class Filling(MemoryObjectClient):
         def list_keys(self, prefix: str, *, delimiter: bool):  # type: ignore[no-untyped-def] # noqa: ANN202
-            yield Listed(f"{prefix}new", 1)
+            yield ListedKey(f"{prefix}new", 1)
 
     storage = over(Filling(MemoryObjects()))
     with pytest.raises(TransientError, match="keeps adding objects"):
@@ -288,10 +288,10 @@ def test_a_key_that_a_retry_may_cure_goes_again(error: StorageError) -> None:
     """
 
     class Throttling(MemoryObjectClient):
-        def delete(self, keys: Sequence[str]) -> list[Refused]:
+        def delete(self, keys: Sequence[str]) -> list[FailedDelete]:
             refused = super().delete(keys)
             first = self.store.counts()["delete"] == 1
-            return [Refused(keys[0], error)] if first else refused
+            return [FailedDelete(keys[0], error)] if first else refused
 
     store = MemoryObjects()
     over(Throttling(store)).remove_many(["a", "b"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptfs.errors import NoSpaceError, StorageError
-from ckptfs.storage.io import Engine, ParallelWriter
+from ckptfs.storage.io import FileEngine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import DirectAlignment, Posix, takes_direct
 from ckptfs.testing._conformance.base import pattern
@@ -101,7 +101,7 @@ class Breaking(Posix):
         super().rename(source, target)
 
 
-def write(place: Path, posix: Posix, data: bytes, engine: Engine | None) -> ParallelWriter:
+def write(place: Path, posix: Posix, data: bytes, engine: FileEngine | None) -> ParallelWriter:
     """Write ``f`` in windows, each of a few odd views."""
     storage = LocalStorage(Uri.parse(str(place)), posix=posix)
     writer = storage.open_parallel("f", size_bytes=len(data), engine=engine)
@@ -116,14 +116,14 @@ def write(place: Path, posix: Posix, data: bytes, engine: Engine | None) -> Para
 def takes_direct_here(place: Path) -> bool:
     """Whether this directory's filesystem really takes direct writes."""
     posix = Breaking()
-    write(place, posix, pattern(10_000)[:10_000], Engine.DIRECT)
+    write(place, posix, pattern(10_000)[:10_000], FileEngine.DIRECT)
     return posix.direct_writes > 0
 
 
-@pytest.mark.parametrize("engine", [Engine.DIRECT, Engine.BUFFERED])
+@pytest.mark.parametrize("engine", [FileEngine.DIRECT, FileEngine.BUFFERED])
 @pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
 def test_a_failure_of_any_call_leaves_a_whole_file_or_none(
-    tmp_path: Path, engine: Engine, code: int
+    tmp_path: Path, engine: FileEngine, code: int
 ) -> None:
     """Each system call of a file in two windows fails once: either the file is there with all its
     bytes, or a typed error is raised and nothing is left.
@@ -153,13 +153,13 @@ def test_an_allocation_that_a_signal_interrupts_is_asked_for_again(tmp_path: Pat
         pytest.skip("no direct writes here")
     data = pattern(5000)[:5000]
     posix = Breaking(3, errno.EINTR)  # open, open, allocate
-    assert write(tmp_path, posix, data, Engine.DIRECT).engine is Engine.DIRECT
+    assert write(tmp_path, posix, data, FileEngine.DIRECT).engine is FileEngine.DIRECT
     assert posix.calls[2:4] == ["allocate", "allocate"]
     assert (tmp_path / "f").read_bytes() == data
 
 
-@pytest.mark.parametrize("engine", [Engine.DIRECT, Engine.BUFFERED])
-def test_short_writes_are_gone_on_with(tmp_path: Path, engine: Engine) -> None:
+@pytest.mark.parametrize("engine", [FileEngine.DIRECT, FileEngine.BUFFERED])
+def test_short_writes_are_gone_on_with(tmp_path: Path, engine: FileEngine) -> None:
     """Writes that take half of what they get, also in the middle of a view, end in a whole file."""
     for size in (1, 4097, 100_003, (8 << 20) + 5):
         data = pattern(size)[:size]
@@ -178,9 +178,9 @@ def test_a_place_that_refuses_direct_writes_half_way_gets_the_rest_otherwise(
     posix.refuse_direct_from = first
     size = (20 << 20) + 1
     data = pattern(size)[:size]
-    writer = write(tmp_path, posix, data, Engine.DIRECT)
+    writer = write(tmp_path, posix, data, FileEngine.DIRECT)
     assert (tmp_path / "f").read_bytes() == data
-    assert writer.engine is Engine.BUFFERED
+    assert writer.engine is FileEngine.BUFFERED
     assert writer.direct_bytes == (first - 1) * writer.window_bytes
     assert posix.direct_writes == first
 
@@ -203,15 +203,15 @@ def test_what_a_direct_write_leaves_of_a_page_is_written_from_the_pages_start(
             return super().pwritev(fd, buffers, offset)
 
     data = pattern(50_000)[:50_000]
-    writer = write(tmp_path, InsideAPage(), data, Engine.DIRECT)
+    writer = write(tmp_path, InsideAPage(), data, FileEngine.DIRECT)
     assert (tmp_path / "f").read_bytes() == data
     assert buffered == [8192]
     assert writer.direct_bytes == 8192
 
 
-@pytest.mark.parametrize("engine", [Engine.DIRECT, Engine.BUFFERED])
+@pytest.mark.parametrize("engine", [FileEngine.DIRECT, FileEngine.BUFFERED])
 def test_who_writes_into_a_broken_file_is_told_what_broke_it(
-    tmp_path: Path, engine: Engine
+    tmp_path: Path, engine: FileEngine
 ) -> None:
     """Of several threads the one that found the disk full may report last: the others say the same."""
 
@@ -231,8 +231,10 @@ def test_who_writes_into_a_broken_file_is_told_what_broke_it(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("engine", [Engine.DIRECT, Engine.BUFFERED])
-def test_a_file_that_is_given_up_leaves_no_descriptor_open(tmp_path: Path, engine: Engine) -> None:
+@pytest.mark.parametrize("engine", [FileEngine.DIRECT, FileEngine.BUFFERED])
+def test_a_file_that_is_given_up_leaves_no_descriptor_open(
+    tmp_path: Path, engine: FileEngine
+) -> None:
     """As many calls of close(2) as of open(2), also when a write failed."""
     posix = Breaking()
     storage = LocalStorage(Uri.parse(str(tmp_path)), posix=posix)
@@ -250,7 +252,7 @@ def test_a_large_file_on_a_disk_is_written_past_the_page_cache(tmp_path: Path) -
     size = (24 << 20) + 4096 + 7
     data = pattern(size)[:size]
     writer = write(tmp_path, posix, data, None)
-    assert writer.engine is Engine.DIRECT
+    assert writer.engine is FileEngine.DIRECT
     assert writer.direct_bytes == size - 7
     assert posix.calls.count("pwritev") == 5
     assert posix.direct_writes == 4
@@ -260,14 +262,14 @@ def test_a_large_file_on_a_disk_is_written_past_the_page_cache(tmp_path: Path) -
 def test_a_small_file_is_one_buffered_write(tmp_path: Path) -> None:
     """A file of a few bytes costs what it did: open, write, fsync, close, rename."""
     posix = Breaking()
-    assert write(tmp_path, posix, b"small", None).engine is Engine.BUFFERED
+    assert write(tmp_path, posix, b"small", None).engine is FileEngine.BUFFERED
     assert posix.calls == ["open", "pwritev", "write_behind", "fsync", "close", "rename"]
 
 
 def test_many_small_views_are_few_calls(tmp_path: Path) -> None:
     """Ten thousand views are written by ten calls through the page cache, and by two direct."""
     views = [bytes([n % 251]) * 100 for n in range(10_000)]
-    for engine, most in ((Engine.BUFFERED, 10), (Engine.DIRECT, 2)):
+    for engine, most in ((FileEngine.BUFFERED, 10), (FileEngine.DIRECT, 2)):
         posix = Breaking()
         storage = LocalStorage(Uri.parse(str(tmp_path)), posix=posix)
         writer = storage.open_parallel("f", size_bytes=1_000_000, engine=engine)

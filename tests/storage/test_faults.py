@@ -23,7 +23,7 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import Shape
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.storage.memory import MemoryStorage, MemoryStoreRegistry
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import (
     Fail,
@@ -42,7 +42,7 @@ from ckptfs.uri import Uri
 
 def model(plan: Plan, *, shape: Shape = Shape.FILESYSTEM) -> FaultyStorage:
     """A model with the directories d and tmp, under a plan."""
-    inner = MemoryStorage(Uri.parse("memory://name/run"), shape=shape, stores=MemoryStores())
+    inner = MemoryStorage(Uri.parse("memory://name/run"), shape=shape, stores=MemoryStoreRegistry())
     inner.make_dir("d")
     inner.make_dir("tmp")
     return FaultyStorage(inner, plan)

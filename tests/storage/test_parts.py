@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ckptfs.errors import UnsupportedError
 from ckptfs.storage.clients.base import Limits
-from ckptfs.storage.multipart import PartPlan, plan_parts
+from ckptfs.storage.multipart import PartSizes, plan_parts
 
 S3 = Limits()
 AZURE = Limits(
@@ -29,7 +29,7 @@ TIB = 1 << 40
 limits_of_all = st.sampled_from(sorted(ALL))
 
 
-def cut_whole(plan: PartPlan, size_bytes: int) -> list[int]:
+def cut_whole(plan: PartSizes, size_bytes: int) -> list[int]:
     """The parts of an object that turns out to have ``size_bytes``."""
     parts: list[int] = []
     offset = 0

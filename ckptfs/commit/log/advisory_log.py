@@ -29,7 +29,7 @@ from ckptfs.storage.base import (
     Storage,
     UnfinishedUpload,
 )
-from ckptfs.storage.io import Engine, ParallelWriter
+from ckptfs.storage.io import FileEngine, ParallelWriter
 from ckptfs.uri import Uri
 
 __all__ = ["ADVICE", "AdvisoryLog", "LogKind", "kind_of_log", "other_kind", "with_log"]
@@ -204,7 +204,7 @@ class AdvisoryLog(Storage):
         return self._inner.files_at_once(key, size_bytes)
 
     def open_parallel(
-        self, key: str, *, size_bytes: int, engine: Engine | None = None
+        self, key: str, *, size_bytes: int, engine: FileEngine | None = None
     ) -> ParallelWriter | None:
         """As the inner storage."""
         return self._inner.open_parallel(key, size_bytes=size_bytes, engine=engine)

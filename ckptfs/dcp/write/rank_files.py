@@ -52,7 +52,7 @@ from ckptfs.dcp.write.stream import FileStream, save_blob
 from ckptfs.errors import ArgumentChoice, StateError, StorageError
 from ckptfs.events import Counters
 from ckptfs.storage.base import Shape, Storage
-from ckptfs.storage.io import DataWriter, Engine, ParallelWriter
+from ckptfs.storage.io import DataWriter, FileEngine, ParallelWriter
 from ckptfs.storage.threads import Pump
 
 __all__ = [
@@ -149,7 +149,7 @@ class FileWritten:
     sidecar: Sidecar | None
     stage_s: float
     write_s: float
-    engine: Engine = Engine.STREAMED
+    engine: FileEngine = FileEngine.STREAMED
     direct_bytes: int = 0
 
 
@@ -300,8 +300,8 @@ class WriteEngineName(ArgumentChoice, parameter="engine"):
 
 _WANTED = {
     WriteEngineName.AUTO: None,
-    WriteEngineName.DIRECT: Engine.DIRECT,
-    WriteEngineName.BUFFERED: Engine.BUFFERED,
+    WriteEngineName.DIRECT: FileEngine.DIRECT,
+    WriteEngineName.BUFFERED: FileEngine.BUFFERED,
 }
 
 
@@ -332,7 +332,7 @@ def _write_file(
     resolve: Resolve,
     cancelled: Cancelled,
     *,
-    wanted: Engine | None,
+    wanted: FileEngine | None,
 ) -> FileWritten:
     started = time.perf_counter()
     objects = _objects(task, resolve)
@@ -428,7 +428,7 @@ def _streamed(  # noqa: PLR0917 - a file, its data, and how far it came
         sidecar=sidecar,
         stage_s=stage_s,
         write_s=time.perf_counter() - started - stage_s,
-        engine=Engine.STREAMED,
+        engine=FileEngine.STREAMED,
     )
 
 

@@ -63,7 +63,14 @@ from ckptfs.storage.clients.azure_options import (
     need_identity,
     resolve,
 )
-from ckptfs.storage.clients.base import BucketLibrary, Condition, IfAbsent, IfMatch, Limits, Refused
+from ckptfs.storage.clients.base import (
+    BucketLibrary,
+    Condition,
+    FailedDelete,
+    IfAbsent,
+    IfMatch,
+    Limits,
+)
 from ckptfs.storage.clients.http_errors import (
     Dialect,
     ErrorResponse,
@@ -463,7 +470,7 @@ class _AzureObstore(ObstoreClient):
         super().__init__(uri, _AzureStoreFactory(account), traits, account.endpoint, account.times)
         self._account = account
 
-    def delete(self, keys: Sequence[str]) -> list[Refused]:
+    def delete(self, keys: Sequence[str]) -> list[FailedDelete]:
         try:
             self._delete(keys)
         except (TransientError, AnswerLostError):
@@ -473,7 +480,7 @@ class _AzureObstore(ObstoreClient):
             return self._delete_each(keys)
         return []
 
-    def _delete_each(self, keys: Sequence[str]) -> list[Refused]:
+    def _delete_each(self, keys: Sequence[str]) -> list[FailedDelete]:
         # Not concurrent.futures' own pool: it accepts no work after the main thread has returned.
         pool = Threads(min(_DELETES, len(keys)), "ckptfs-delete")
         try:
@@ -482,13 +489,14 @@ class _AzureObstore(ObstoreClient):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _refusal(self, key: str) -> Refused | None:
+    def _refusal(self, key: str) -> FailedDelete | None:
         try:
             self._delete([key])
         except NotFoundError as error:
-            return None if error.hint is None else Refused(key, error)  # the container is missing
+            # A hint says that the container is missing.
+            return None if error.hint is None else FailedDelete(key, error)
         except CkptfsError as error:
-            return Refused(key, error)
+            return FailedDelete(key, error)
         return None
 
     def _delete(self, keys: Sequence[str]) -> None:

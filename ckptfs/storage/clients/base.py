@@ -39,17 +39,17 @@ __all__ = [
     "Buffer",
     "Condition",
     "Conditions",
+    "FailedDelete",
     "Head",
     "IfAbsent",
     "IfMatch",
     "Limits",
-    "Listed",
+    "ListedKey",
     "ObjectClient",
     "PendingUpload",
-    "Refused",
     "Upload",
     "check_size",
-    "whole",
+    "join_buffers",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -111,7 +111,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedKey:
     """One line of a listing: a key with its size, or, if ``is_prefix``, a common prefix with its slash."""
 
     key: str
@@ -120,7 +120,7 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class FailedDelete:
     """One key that a batch delete did not delete, with an error that is not raised yet."""
 
     key: str
@@ -136,7 +136,7 @@ class PendingUpload:
     age_s: float  # on the server's clock (its Date header)
 
 
-def whole(pieces: Sequence[Buffer]) -> Buffer:
+def join_buffers(pieces: Sequence[Buffer]) -> Buffer:
     """Return all pieces as one buffer. Several pieces are copied."""
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -157,7 +157,7 @@ class Upload(ABC):
         If ``ObjectClient.gathers`` is true, nothing is copied. The memory of the last part, if it is smaller than
         the others, must not change until ``complete`` or ``abort`` has returned.
         """
-        self.put_part(number, whole(pieces))
+        self.put_part(number, join_buffers(pieces))
 
     @abstractmethod
     def complete(self) -> str | None:
@@ -239,11 +239,11 @@ class ObjectClient(ABC):
         """Return size and etag of the object ``key``."""
 
     @abstractmethod
-    def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[Listed]:
+    def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[ListedKey]:
         """Yield the keys that begin with ``prefix``, in order; with ``delimiter`` up to the next slash only."""
 
     @abstractmethod
-    def delete(self, keys: Sequence[str]) -> list[Refused]:
+    def delete(self, keys: Sequence[str]) -> list[FailedDelete]:
         """Delete some objects. An absent one is success.
 
         Args:

@@ -26,7 +26,7 @@ from fsspec.config import apply_config
 from ckptfs.errors import UriError
 from ckptfs.uri import Uri
 
-__all__ = ["NAMED_TOKENS", "GcsOptions", "Settings", "parse_gcs_options"]
+__all__ = ["NAMED_TOKENS", "GcsOptions", "ObjectSettings", "parse_gcs_options"]
 
 # The forms of ``token`` besides a key file, a dictionary, a Credentials object, or a token itself.
 NAMED_TOKENS: Final = ("google_default", "cache", "cloud", "anon")
@@ -67,7 +67,7 @@ _NO_COPIES: Final = {"cache_control": "no-store"}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ObjectSettings:
     """The settings of every object. The fields have the names of the options."""
 
     content_type: str = "application/octet-stream"
@@ -110,7 +110,7 @@ class GcsOptions:
     requester_pays: bool | str = False
     session_kwargs: Mapping[str, Any] = field(default_factory=dict)
     request_s: float | None = None
-    settings: Settings = Settings()
+    settings: ObjectSettings = ObjectSettings()
     others: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -136,8 +136,8 @@ def parse_gcs_options(uri: Uri, options: Mapping[str, Any]) -> GcsOptions:
     }
     endpoint = found.pop("endpoint_url", None) or _from_environment(uri)
     limits = [found.pop(name) for name in ("timeout", "requests_timeout") if name in found]
-    settings = Settings(
-        **{item.name: found.pop(item.name) for item in fields(Settings) if item.name in found}
+    settings = ObjectSettings(
+        **{item.name: found.pop(item.name) for item in fields(ObjectSettings) if item.name in found}
     )
     if found.get("token") is None and (endpoint or "").startswith("http:"):
         found["token"] = "anon"  # noqa: S105 - not a secret, but the absence of one

@@ -54,12 +54,12 @@ from ckptfs.storage.clients.base import (
     Buffer,
     Condition,
     Conditions,
+    FailedDelete,
     Head,
     IfAbsent,
     Limits,
-    Listed,
+    ListedKey,
     ObjectClient,
-    Refused,
     Upload,
     check_size,
 )
@@ -485,7 +485,7 @@ class ObstoreClient(ObjectClient):
 
     # -- names -------------------------------------------------------------------------
 
-    def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[Listed]:
+    def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[ListedKey]:
         context = self._context("list", prefix)
         # obstore lists below whole components; names that only begin alike are left out here.
         folder = prefix[: prefix.rfind("/") + 1]
@@ -493,9 +493,10 @@ class ObstoreClient(ObjectClient):
             found = self._call(
                 context, lambda: _obstore().list_with_delimiter(self._store(), folder or None)
             )
-            lines = [Listed(meta["path"], int(meta["size"])) for meta in found["objects"]]
+            lines = [ListedKey(meta["path"], int(meta["size"])) for meta in found["objects"]]
             lines += [
-                Listed(path.rstrip("/") + "/", is_prefix=True) for path in found["common_prefixes"]
+                ListedKey(path.rstrip("/") + "/", is_prefix=True)
+                for path in found["common_prefixes"]
             ]
             lines.sort(key=lambda line: line.key)
             yield from (line for line in lines if line.key.startswith(prefix))
@@ -504,9 +505,9 @@ class ObstoreClient(ObjectClient):
         while page := self._call(context, lambda: next(pages, None)):
             for meta in page:
                 if meta["path"].startswith(prefix):
-                    yield Listed(meta["path"], int(meta["size"]))
+                    yield ListedKey(meta["path"], int(meta["size"]))
 
-    def delete(self, keys: Sequence[str]) -> list[Refused]:
+    def delete(self, keys: Sequence[str]) -> list[FailedDelete]:
         context = self._context("delete", keys[0], changes=True)
         if self._no_batches:
             return self._delete_each(keys)
@@ -526,7 +527,7 @@ class ObstoreClient(ObjectClient):
             return self._delete_each(keys)
         return []
 
-    def _delete_each(self, keys: Sequence[str]) -> list[Refused]:
+    def _delete_each(self, keys: Sequence[str]) -> list[FailedDelete]:
         refused = []
         factory = self._traits.single_deletes or self._factory
         store = factory(
@@ -542,7 +543,7 @@ class ObstoreClient(ObjectClient):
             except StorageError as error:
                 if len(keys) == 1:
                     raise
-                refused.append(Refused(key, error))
+                refused.append(FailedDelete(key, error))
         return refused
 
     # -- uploads -----------------------------------------------------------------------

@@ -48,7 +48,7 @@ from ckptfs.storage.base import (
     Storage,
     usable,
 )
-from ckptfs.storage.io import Engine, ParallelWriter
+from ckptfs.storage.io import FileEngine, ParallelWriter
 from ckptfs.storage.local.directories import (
     DurableDirs,
     held_open,
@@ -335,7 +335,7 @@ class LocalStorage(Storage):
         return files_at_once(self._posix, self.local_path(key), size_bytes)
 
     def open_parallel(
-        self, key: str, *, size_bytes: int, engine: Engine | None = None
+        self, key: str, *, size_bytes: int, engine: FileEngine | None = None
     ) -> ParallelWriter | None:
         """As ``Storage.open_parallel``.
 

@@ -47,7 +47,7 @@ from enum import Enum
 from itertools import accumulate
 
 from ckptfs.errors import AlreadyExistsError, IntegrityError, StorageError, UnsupportedError
-from ckptfs.storage.io import DataWriter, Engine, ParallelWriter, buffer_pool, is_aligned
+from ckptfs.storage.io import DataWriter, FileEngine, ParallelWriter, buffer_pool, is_aligned
 from ckptfs.storage.local.files import (
     CALL_BYTES,
     GATHER_BYTES,
@@ -112,7 +112,7 @@ class WindowedFile(PartialFile, ParallelWriter):
         publish: Callable[[str], None],
         *,
         size_bytes: int,
-        wanted: Engine | None,
+        wanted: FileEngine | None,
         direct_from_bytes: int = DIRECT_FROM_BYTES,
     ) -> None:
         self.window_bytes = _WINDOW_BYTES
@@ -126,9 +126,9 @@ class WindowedFile(PartialFile, ParallelWriter):
         self._direct_bytes = 0
         super().__init__(posix, uri, partial, publish)
         try:
-            if wanted is Engine.DIRECT or (wanted is None and size_bytes >= direct_from_bytes):
+            if wanted is FileEngine.DIRECT or (wanted is None and size_bytes >= direct_from_bytes):
                 with translated(uri, "write"):
-                    self._open_direct(try_unreported=wanted is Engine.DIRECT)
+                    self._open_direct(try_unreported=wanted is FileEngine.DIRECT)
         except BaseException:
             self.abort()
             raise
@@ -136,8 +136,8 @@ class WindowedFile(PartialFile, ParallelWriter):
         self.concurrency = _DIRECT_THREADS if self._is_direct else several
 
     @property
-    def engine(self) -> Engine:
-        return Engine.DIRECT if self._is_direct else Engine.BUFFERED
+    def engine(self) -> FileEngine:
+        return FileEngine.DIRECT if self._is_direct else FileEngine.BUFFERED
 
     @property
     def direct_bytes(self) -> int:

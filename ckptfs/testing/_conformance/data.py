@@ -13,7 +13,7 @@ from ckptfs.errors import (
     StorageError,
 )
 from ckptfs.storage.base import Storage
-from ckptfs.storage.io import Engine, ParallelWriter
+from ckptfs.storage.io import FileEngine, ParallelWriter
 from ckptfs.testing._conformance.base import (
     SIZES,
     Conformance,
@@ -199,10 +199,10 @@ class DataFiles(Conformance):
 # -- files in windows ------------------------------------------------------------------------------
 
 
-_EACH = pytest.mark.parametrize("engine", [None, Engine.DIRECT, Engine.BUFFERED])
+_EACH = pytest.mark.parametrize("engine", [None, FileEngine.DIRECT, FileEngine.BUFFERED])
 
 
-def opened(store: Storage, size_bytes: int, engine: Engine | None) -> ParallelWriter:
+def opened(store: Storage, size_bytes: int, engine: FileEngine | None) -> ParallelWriter:
     """Return a parallel writer of ``d/f``; skip if the store has none."""
     writer = store.open_parallel("d/f", size_bytes=size_bytes, engine=engine)
     if writer is None:
@@ -223,7 +223,9 @@ class ParallelFiles(Conformance):
     """Tests of open_parallel."""
 
     @_EACH
-    def test_windows_of_any_order_make_a_file(self, store: Storage, engine: Engine | None) -> None:
+    def test_windows_of_any_order_make_a_file(
+        self, store: Storage, engine: FileEngine | None
+    ) -> None:
         """Every byte is in its place: sizes around pages and windows, the last window first."""
         probe = opened(store, 0, engine)
         window = probe.window_bytes
@@ -238,7 +240,9 @@ class ParallelFiles(Conformance):
         assert self.raw_list() == ["d/f"]
 
     @_EACH
-    def test_windows_from_threads_make_a_file(self, store: Storage, engine: Engine | None) -> None:
+    def test_windows_from_threads_make_a_file(
+        self, store: Storage, engine: FileEngine | None
+    ) -> None:
         """Windows that are written at the same time do not disturb each other."""
         probe = opened(store, 0, engine)
         data = pattern(3 * probe.window_bytes + 77)
@@ -254,7 +258,7 @@ class ParallelFiles(Conformance):
 
     @_EACH
     def test_windows_are_invisible_before_close(
-        self, store: Storage, engine: Engine | None
+        self, store: Storage, engine: FileEngine | None
     ) -> None:
         """The key has no file until close returns, and an older file stays."""
         writer = opened(store, 3, engine)
@@ -273,7 +277,7 @@ class ParallelFiles(Conformance):
 
     @_EACH
     def test_a_file_with_a_window_missing_is_not_published(
-        self, store: Storage, engine: Engine | None
+        self, store: Storage, engine: FileEngine | None
     ) -> None:
         """close refuses a file with a hole, and leaves nothing of it."""
         probe = opened(store, 0, engine)
@@ -285,7 +289,7 @@ class ParallelFiles(Conformance):
 
     @_EACH
     def test_what_the_views_raise_ends_the_file(
-        self, store: Storage, engine: Engine | None
+        self, store: Storage, engine: FileEngine | None
     ) -> None:
         """An error of the views is raised unchanged; after that the file can only be aborted."""
 
@@ -308,7 +312,7 @@ class ParallelFiles(Conformance):
 
     @_EACH
     def test_an_error_in_the_block_leaves_nothing_of_windows(
-        self, store: Storage, engine: Engine | None
+        self, store: Storage, engine: FileEngine | None
     ) -> None:
         """An error in the block (here too many bytes), or a dropped writer, leaves nothing."""
         with pytest.raises(StorageError), opened(store, 4, engine) as writer:
