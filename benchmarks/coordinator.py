@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.save.spec import WrittenPart
 from ckptfs.control.messages import (
-    Verdict,
+    StepVerdict,
     attempt,
     decode_message,
     decode_verdict,
@@ -130,7 +130,7 @@ class _Coordinating:
         return message_by(self.worlds[rank], said)
 
 
-def _read(answer: tuple[bytes, list[bytes]], rank: int) -> Verdict[Any]:
+def _read(answer: tuple[bytes, list[bytes]], rank: int) -> StepVerdict[Any]:
     verdict = decode_verdict(answer[0])
     return joined(verdict, answer[1][rank]) if verdict.apart else verdict
 

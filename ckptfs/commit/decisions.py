@@ -32,7 +32,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ckptfs.commit.log.append import Refused
+from ckptfs.commit.log.append import RefusedAppend
 from ckptfs.commit.log.entries import (
     GENESIS,
     Abort,
@@ -104,18 +104,20 @@ class Refusal(StrEnum):
     NOTHING = "nothing"  # there is nothing left to say
 
 
-def may_seal(state: LogState, seal: Seal, *, replace: bool) -> Seal | Refused[Refusal]:
+def may_seal(state: LogState, seal: Seal, *, replace: bool) -> Seal | RefusedAppend[Refusal]:
     """Seal, unless there is a newer fence, the save was aborted, or the name was taken in between."""
     if state.generation > seal.base:
-        return Refused(Refusal.FENCED, state)
+        return RefusedAppend(Refusal.FENCED, state)
     known = state.save(seal.save_id)
     if known.aborted:
-        return Refused(Refusal.ABORTED, state)
+        return RefusedAppend(Refusal.ABORTED, state)
     if known.seal is not None:
-        return Refused(Refusal.NOTHING, state)
+        return RefusedAppend(Refusal.NOTHING, state)
     if _broken(state, seal):
-        return Refused(Refusal.ABORTED, state)
-    return Refused(Refusal.CONFLICT, state) if _conflicts(state, seal, replace=replace) else seal
+        return RefusedAppend(Refusal.ABORTED, state)
+    return (
+        RefusedAppend(Refusal.CONFLICT, state) if _conflicts(state, seal, replace=replace) else seal
+    )
 
 
 def _broken(state: LogState, seal: Seal) -> bool:
@@ -172,10 +174,10 @@ def _hidden_here(state: LogState, sealed_at: int | None) -> bool:
     )
 
 
-def may_seal_part(state: LogState, part: Part) -> Part | Refused[Refusal]:
+def may_seal_part(state: LogState, part: Part) -> Part | RefusedAppend[Refusal]:
     """Seal a part, unless there is a newer fence, or this log gave up the part or its whole."""
     if state.generation > part.base:
-        return Refused(Refusal.FENCED, state)
+        return RefusedAppend(Refusal.FENCED, state)
     checkpoint, known = state.save(part.of), state.save(part.save_id)
     if (
         known.aborted
@@ -183,20 +185,20 @@ def may_seal_part(state: LogState, part: Part) -> Part | Refused[Refusal]:
         or checkpoint.deleted
         or checkpoint.decided is Outcome.ABORTED
     ):
-        return Refused(Refusal.ABORTED, state)
+        return RefusedAppend(Refusal.ABORTED, state)
     # The decision was made without this part: it is too late.
     if checkpoint.seal is not None:
-        return Refused(Refusal.CONFLICT, state)
-    return Refused(Refusal.NOTHING, state) if known.part is not None else part
+        return RefusedAppend(Refusal.CONFLICT, state)
+    return RefusedAppend(Refusal.NOTHING, state) if known.part is not None else part
 
 
-def may_publish(state: LogState, seal: Seal, by: Generation) -> Seal | Refused[Refusal]:
+def may_publish(state: LogState, seal: Seal, by: Generation) -> Seal | RefusedAppend[Refusal]:
     """Record, in a domain that holds parts of a save, that the save's home committed it."""
     if state.generation > by:
-        return Refused(Refusal.FENCED, state)
+        return RefusedAppend(Refusal.FENCED, state)
     known = state.save(seal.save_id)
     if known.seal is not None or known.aborted or known.deleted:
-        return Refused(Refusal.NOTHING, state)
+        return RefusedAppend(Refusal.NOTHING, state)
     return seal
 
 
@@ -214,28 +216,28 @@ def unreleased(views: Mapping[str, LogState]) -> tuple[Fence, ...]:
     return tuple(fences[generation] for generation in sorted(fences, reverse=True))
 
 
-def may_claim(state: LogState, fence: Fence, judged: Generation) -> Fence | Refused[Refusal]:
+def may_claim(state: LogState, fence: Fence, judged: Generation) -> Fence | RefusedAppend[Refusal]:
     """Fence as a newcomer that judged the owner of ``judged``, unless there is a newer fence.
 
     The newcomer knows nothing about whether the owner of a newer fence is alive.
     """
     if state.generation != judged:
-        return Refused(Refusal.FENCED, state)
+        return RefusedAppend(Refusal.FENCED, state)
     return may_fence(state, fence)
 
 
-def may_fence(state: LogState, fence: Fence) -> Fence | Refused[Refusal]:
+def may_fence(state: LogState, fence: Fence) -> Fence | RefusedAppend[Refusal]:
     """Fence, unless the current generation is as new or newer."""
-    return Refused(Refusal.FENCED, state) if state.generation >= fence.generation else fence
+    return RefusedAppend(Refusal.FENCED, state) if state.generation >= fence.generation else fence
 
 
-def may_abort(state: LogState, save_id: str, by: Generation) -> Abort | Refused[Refusal]:
+def may_abort(state: LogState, save_id: str, by: Generation) -> Abort | RefusedAppend[Refusal]:
     """Abort a save that this domain has not sealed, as the newest owner."""
     if state.generation > by:
-        return Refused(Refusal.FENCED, state)
+        return RefusedAppend(Refusal.FENCED, state)
     known = state.save(save_id)
     if known.seal is not None or known.part is not None or known.aborted:
-        return Refused(Refusal.NOTHING, state)
+        return RefusedAppend(Refusal.NOTHING, state)
     return Abort(save_id, by)
 
 
@@ -515,31 +517,31 @@ def fence_brings_back(state: LogState) -> bool:
 
 def may_delete(
     state: LogState, save_id: str, by: Generation, reason: str
-) -> Delete | Refused[Refusal]:
+) -> Delete | RefusedAppend[Refusal]:
     """Delete a sealed save, as the newest owner."""
     if state.generation > by:
-        return Refused(Refusal.FENCED, state)
+        return RefusedAppend(Refusal.FENCED, state)
     known = state.save(save_id)
     # If the home deleted the save before this log recorded its commit, this log has only parts of it.
     here = known.seal is not None or save_id in promised_here(state)
     if known.deleted or not here:
-        return Refused(Refusal.NOTHING, state)
+        return RefusedAppend(Refusal.NOTHING, state)
     return Delete(save_id, by, reason)
 
 
-def may_forget(state: LogState, save_id: str, by: Generation) -> Gone | Refused[Refusal]:
+def may_forget(state: LogState, save_id: str, by: Generation) -> Gone | RefusedAppend[Refusal]:
     """Record that the bytes of a deleted save are gone here, as the newest owner."""
     if state.generation > by:
-        return Refused(Refusal.FENCED, state)
+        return RefusedAppend(Refusal.FENCED, state)
     known = state.save(save_id)
     if not known.deleted or known.gone:
-        return Refused(Refusal.NOTHING, state)
+        return RefusedAppend(Refusal.NOTHING, state)
     return Gone(save_id, by)
 
 
 def may_pin(
     state: LogState, save_id: str, by: Generation | None, *, pinned: bool
-) -> Pin | Refused[Refusal]:
+) -> Pin | RefusedAppend[Refusal]:
     """Pin or unpin a sealed, undeleted save.
 
     Args:
@@ -550,10 +552,10 @@ def may_pin(
         pinned: Whether to pin or to unpin.
     """
     if by is not None and state.generation > by:
-        return Refused(Refusal.FENCED, state)
+        return RefusedAppend(Refusal.FENCED, state)
     save = state.save(save_id)
     if save.seal is None or save.deleted or save.pinned is pinned:
-        return Refused(Refusal.NOTHING, state)
+        return RefusedAppend(Refusal.NOTHING, state)
     return Pin(save_id, pinned)
 
 

@@ -31,14 +31,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptfs._version import __version__
-from ckptfs.control.messages import Verdict, decode_verdict, encode_verdict
+from ckptfs.control.messages import StepVerdict, decode_verdict, encode_verdict
 from ckptfs.control.tcpstore_client import StoreClient, drop, offer, put, take
 from ckptfs.control.world import Life, World
 from ckptfs.errors import CkptfsError, CollectiveError, DeadlineError, Failure, StateError
 from ckptfs.schema import parse
 
 __all__ = [
-    "Meeting",
+    "HandshakeResult",
     "decode_table",
     "encode_table",
     "meet",
@@ -81,7 +81,7 @@ _GRACE_S = 2.0  # how much longer the others wait than rank 0, which has the bet
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class HandshakeResult:
     """The result of the handshake. nonce: The prefix of all further keys."""
 
     nonce: str
@@ -90,7 +90,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _HandshakeContext:
     """How this rank meets the others, and for how long."""
 
     client: StoreClient
@@ -115,7 +115,7 @@ def meet(
     *,
     timeout_s: float,
     version: str = __version__,
-) -> Meeting:
+) -> HandshakeResult:
     """Agree with the other ranks of ``base``. ``prepare(store, nonce)`` runs before any "go".
 
     Raises:
@@ -123,7 +123,7 @@ def meet(
         CollectiveError: The versions of ckptfs differ.
     """
     grace_s = _GRACE_S if world.rank else 0.0
-    place = _Place(
+    place = _HandshakeContext(
         client, base, world.rank, world.size, timeout_s, time.monotonic() + timeout_s + grace_s
     )
     hello = {
@@ -140,7 +140,9 @@ def meet(
 # -- rank 0 ------------------------------------------------------------------------------------
 
 
-def _lead(place: _Place, own: Mapping[str, Any], prepare: Callable[[Any, str], None]) -> Meeting:
+def _lead(
+    place: _HandshakeContext, own: Mapping[str, Any], prepare: Callable[[Any, str], None]
+) -> HandshakeResult:
     offers: Counter[str] = Counter()
     others = range(1, place.size)
     while True:
@@ -151,7 +153,7 @@ def _lead(place: _Place, own: Mapping[str, Any], prepare: Callable[[Any, str], N
         if problem is not None:
             _refuse(place, hellos, offers, problem)
         place.call(lambda store: prepare(store, nonce))  # noqa: B023 - called at once
-        data = encode_verdict(Verdict(value=nonce))
+        data = encode_verdict(StepVerdict(value=nonce))
         for rank in others:
             _welcome(place, hellos[rank], offers, data)
         # Last: a rank that finds no table blames rank 0, and not ranks that rank 0 did not welcome
@@ -163,7 +165,7 @@ def _lead(place: _Place, own: Mapping[str, Any], prepare: Callable[[Any, str], N
     return _meeting(nonce, table)
 
 
-def _await_hellos(place: _Place, offers: Counter[str]) -> dict[int, dict[str, Any]]:
+def _await_hellos(place: _HandshakeContext, offers: Counter[str]) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
 
     def look(store: Any) -> bool:
@@ -178,7 +180,7 @@ def _await_hellos(place: _Place, offers: Counter[str]) -> dict[int, dict[str, An
 
 
 def _await_acks(
-    place: _Place,
+    place: _HandshakeContext,
     nonce: str,
     hellos: Mapping[int, Mapping[str, Any]],
     offers: Counter[str],
@@ -204,11 +206,11 @@ def _await_acks(
 
     if not _poll(place, look):
         error = _late(place, tuple(sorted(set(hellos) - acked)))
-        _say_go(place, nonce, Verdict(error=error))
+        _say_go(place, nonce, StepVerdict(error=error))
         raise error
     if stale:
         # The ranks that answered wait for the next offer. The key of a stale nonce has no reader.
-        _say_go(place, nonce, Verdict(value="again"))
+        _say_go(place, nonce, StepVerdict(value="again"))
         for rank in stale:
             key = _welcome_key(place, hellos[rank], offers, -1)
             place.call(lambda store: drop(store, key))  # noqa: B023 - called at once
@@ -231,27 +233,27 @@ def _changed(store: Any, key: str, hello: Mapping[str, Any]) -> bool:
     return not store.check([key]) or bool(json.loads(store.get(key))["nonce"] != hello["nonce"])
 
 
-def _finish(store: Any, place: _Place, nonce: str) -> None:
+def _finish(store: Any, place: _HandshakeContext, nonce: str) -> None:
     """Delete the hellos, then write "go".
 
     After "go" a rank may open the next control on this base.
     """
     for rank in range(1, place.size):
         store.delete_key(place.hello(rank))
-    offer(store, _go(place, nonce), encode_verdict(Verdict(value="go")))
+    offer(store, _go(place, nonce), encode_verdict(StepVerdict(value="go")))
     # Only after "go": while the answers exist, the ranks that wrote them are not blamed if this one dies.
     for rank in range(1, place.size):
         store.delete_key(_ack(place, nonce, rank))
 
 
 def _refuse(
-    place: _Place,
+    place: _HandshakeContext,
     hellos: Mapping[int, Mapping[str, Any]],
     offers: Counter[str],
     error: CkptfsError,
 ) -> None:
     """Send the error to every rank that said hello, and raise it."""
-    data = encode_verdict(Verdict(error=error))
+    data = encode_verdict(StepVerdict(error=error))
     for rank, hello in hellos.items():
         place.call(lambda s: s.delete_key(place.hello(rank)))  # noqa: B023 - called at once
         _welcome(place, hello, offers, data)
@@ -259,13 +261,15 @@ def _refuse(
     raise error
 
 
-def _welcome(place: _Place, hello: Mapping[str, Any], offers: Counter[str], data: bytes) -> None:
+def _welcome(
+    place: _HandshakeContext, hello: Mapping[str, Any], offers: Counter[str], data: bytes
+) -> None:
     key = _welcome_key(place, hello, offers, 0)
     place.call(lambda store: put(store, key, data))
     offers[hello["nonce"]] += 1
 
 
-def _say_go(place: _Place, nonce: str, verdict: Verdict[Any]) -> None:
+def _say_go(place: _HandshakeContext, nonce: str, verdict: StepVerdict[Any]) -> None:
     place.call(lambda store: offer(store, _go(place, nonce), encode_verdict(verdict)))
 
 
@@ -299,8 +303,8 @@ def _version_error(table: list[Mapping[str, Any]]) -> CkptfsError | None:
 
 
 def _follow(
-    place: _Place, hello: Mapping[str, Any], prepare: Callable[[Any, str], None]
-) -> Meeting:
+    place: _HandshakeContext, hello: Mapping[str, Any], prepare: Callable[[Any, str], None]
+) -> HandshakeResult:
     offers: Counter[str] = Counter()
     place.call(lambda s: s.set(place.hello(place.rank), json.dumps(hello)))
     try:
@@ -325,14 +329,14 @@ def _follow(
         raise
 
 
-def _withdraw(store: Any, place: _Place, hello: Mapping[str, Any]) -> None:
+def _withdraw(store: Any, place: _HandshakeContext, hello: Mapping[str, Any]) -> None:
     key = place.hello(place.rank)
     if not _changed(store, key, hello):
         store.delete_key(key)
 
 
 def _await_value(
-    place: _Place,
+    place: _HandshakeContext,
     key: str,
     silent: Callable[[], tuple[int, ...]],
     hello: Mapping[str, Any] | None = None,
@@ -359,7 +363,7 @@ def _await_value(
     return decode_verdict(place.call(lambda s: take(s, key)[0])).unwrap()
 
 
-def _absent(place: _Place, nonce: str) -> tuple[int, ...]:
+def _absent(place: _HandshakeContext, nonce: str) -> tuple[int, ...]:
     def look(store: Any) -> tuple[int, ...]:
         if not store.check([_table(place, nonce)]):
             return (0,)  # it has not offered to all
@@ -371,7 +375,7 @@ def _absent(place: _Place, nonce: str) -> tuple[int, ...]:
 # -- both --------------------------------------------------------------------------------------
 
 
-def _late(place: _Place, ranks: tuple[int, ...]) -> DeadlineError:
+def _late(place: _HandshakeContext, ranks: tuple[int, ...]) -> DeadlineError:
     return DeadlineError(
         f"ranks {list(ranks)} of {place.size} did not open their control plane "
         f"within {place.timeout_s:g} s",
@@ -381,7 +385,7 @@ def _late(place: _Place, ranks: tuple[int, ...]) -> DeadlineError:
     )
 
 
-def _poll(place: _Place, look: Callable[[Any], bool]) -> bool:
+def _poll(place: _HandshakeContext, look: Callable[[Any], bool]) -> bool:
     """Call ``look`` until it returns True; return False at the deadline.
 
     It does not use a wait of c10d: without reading its text, an expired wait cannot be
@@ -396,19 +400,21 @@ def _poll(place: _Place, look: Callable[[Any], bool]) -> bool:
     return True
 
 
-def _ack(place: _Place, nonce: str, rank: int) -> str:
+def _ack(place: _HandshakeContext, nonce: str, rank: int) -> str:
     return f"{place.base}/ack/{nonce}/{rank}"
 
 
-def _go(place: _Place, nonce: str) -> str:
+def _go(place: _HandshakeContext, nonce: str) -> str:
     return f"{place.base}/{nonce}/go"
 
 
-def _table(place: _Place, nonce: str) -> str:
+def _table(place: _HandshakeContext, nonce: str) -> str:
     return f"{place.base}/{nonce}/table"
 
 
-def _welcome_key(place: _Place, hello: Mapping[str, Any], offers: Counter[str], shift: int) -> str:
+def _welcome_key(
+    place: _HandshakeContext, hello: Mapping[str, Any], offers: Counter[str], shift: int
+) -> str:
     return f"{place.base}/welcome/{hello['nonce']}/{offers[str(hello['nonce'])] + shift}"
 
 
@@ -416,8 +422,8 @@ def _asdict(life: Life | None) -> dict[str, int] | None:
     return None if life is None else asdict(life)
 
 
-def _meeting(nonce: str, table: Sequence[Mapping[str, Any]]) -> Meeting:
-    return Meeting(
+def _meeting(nonce: str, table: Sequence[Mapping[str, Any]]) -> HandshakeResult:
+    return HandshakeResult(
         nonce,
         tuple(World(**hello["world"]) for hello in table),
         tuple(Life(**hello["life"]) if hello["life"] else None for hello in table),

@@ -33,7 +33,7 @@ from ckptfs.errors import CkptfsError, CollectiveError, Failure
 __all__ = [
     "Message",
     "Stage",
-    "Verdict",
+    "StepVerdict",
     "apart",
     "attempt",
     "decide_stages",
@@ -90,7 +90,7 @@ def apart(common: C, pieces: Sequence[P] = ()) -> tuple[C, P]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict(Generic[R]):
+class StepVerdict(Generic[R]):
     """The answer of a step: a value, or the error that every rank raises.
 
     final: A rank is gone for good, so every later step immediately ends with this error too. apart:
@@ -123,7 +123,7 @@ def attempt(
 
 def settle(
     messages: Sequence[Message], decide: Callable[[list[T]], R] | None, worlds: Sequence[World]
-) -> tuple[Verdict[R], BaseException | None]:
+) -> tuple[StepVerdict[R], BaseException | None]:
     """Make the one answer, on the coordinator. Also returns the error that ``decide`` raised.
 
     It logs what the text of an error leaves out, because each answer is made only once.
@@ -136,24 +136,24 @@ def settle(
 
 def _settled(
     messages: Sequence[Message], decide: Callable[[list[T]], R] | None, worlds: Sequence[World]
-) -> tuple[Verdict[R], BaseException | None]:
+) -> tuple[StepVerdict[R], BaseException | None]:
     here = [s for s in messages if not s.has_left]
     if len({s.label for s in here}) > 1:
-        return Verdict(error=_out_of_step(messages)), None
+        return StepVerdict(error=_out_of_step(messages)), None
     failures = {rank: s.failure for rank, s in enumerate(messages) if s.failure}
     if failures:
         error = collective_error(messages[0].label, failures, worlds)
-        return Verdict(error=error, final=len(here) < len(messages)), None
+        return StepVerdict(error=error, final=len(here) < len(messages)), None
     values = [s.value for s in messages]
     if decide is None:
-        return Verdict(value=values), None  # type: ignore[arg-type] # without decide R is list[T]
+        return StepVerdict(value=values), None  # type: ignore[arg-type] # without decide R is list[T]
     try:
-        return Verdict(value=decide(values)), None
+        return StepVerdict(value=decide(values)), None
     except CkptfsError as error:
-        return Verdict(error=error), error
+        return StepVerdict(error=error), error
     except BaseException as error:  # noqa: BLE001 - returned to the caller, who raises it
         failure = failure_of(error, worlds[0])
-        return Verdict(error=collective_error(messages[0].label, {0: failure}, worlds)), error
+        return StepVerdict(error=collective_error(messages[0].label, {0: failure}, worlds)), error
 
 
 def _out_of_step(messages: Sequence[Message]) -> CollectiveError:
@@ -281,7 +281,7 @@ def decode_message(data: bytes) -> Message:
     return Message(head["label"], None if failure else pickle.loads(body), failure)  # noqa: S301 - peers of one job
 
 
-def encode_verdict(verdict: Verdict[Any]) -> bytes:
+def encode_verdict(verdict: StepVerdict[Any]) -> bytes:
     """Encode the answer. An unpicklable value raises the error of pickle."""
     error = error_fields(verdict.error) if verdict.error else None
     head: dict[str, Any] = {"error": error, "final": verdict.final}
@@ -294,17 +294,17 @@ def encode_verdict(verdict: Verdict[Any]) -> bytes:
     return _pack(head, value)
 
 
-def decode_verdict(data: bytes) -> Verdict[Any]:
+def decode_verdict(data: bytes) -> StepVerdict[Any]:
     """Decode an answer. Only for bytes of this job's own ranks, because it unpickles."""
     head, body = _unpack(data)
     if head["error"]:
-        return Verdict(error=error_from(head["error"]), final=head["final"])
+        return StepVerdict(error=error_from(head["error"]), final=head["final"])
     if "nothings" in head:
-        return Verdict(value=[None] * head["nothings"], apart=bool(head.get("apart")))
-    return Verdict(value=pickle.loads(body), apart=bool(head.get("apart")))  # noqa: S301 - as above
+        return StepVerdict(value=[None] * head["nothings"], apart=bool(head.get("apart")))
+    return StepVerdict(value=pickle.loads(body), apart=bool(head.get("apart")))  # noqa: S301 - as above
 
 
-def for_rank(verdict: Verdict[Any], rank: int) -> Verdict[Any]:
+def for_rank(verdict: StepVerdict[Any], rank: int) -> StepVerdict[Any]:
     """Return the verdict of one rank if nothing has to be sent."""
     value = verdict.value
     if not isinstance(value, _Apart):
@@ -312,7 +312,7 @@ def for_rank(verdict: Verdict[Any], rank: int) -> Verdict[Any]:
     return replace(verdict, value=(value.common, value.pieces[rank] if value.pieces else None))
 
 
-def split(verdict: Verdict[Any]) -> tuple[Verdict[Any], Iterator[bytes]]:
+def split(verdict: StepVerdict[Any]) -> tuple[StepVerdict[Any], Iterator[bytes]]:
     """Return the verdict for all ranks, and the encoded piece of each rank in order.
 
     There are no pieces if the answer is one for all. A piece is encoded when it is used, because
@@ -325,7 +325,7 @@ def split(verdict: Verdict[Any]) -> tuple[Verdict[Any], Iterator[bytes]]:
     return common, (pickle.dumps(piece, protocol=5) for piece in value.pieces)
 
 
-def joined(verdict: Verdict[Any], piece: bytes) -> Verdict[Any]:
+def joined(verdict: StepVerdict[Any], piece: bytes) -> StepVerdict[Any]:
     """Add the piece of one rank to the verdict.
 
     Only for bytes of this job's own ranks, because it unpickles.

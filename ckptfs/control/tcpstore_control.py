@@ -46,7 +46,7 @@ from ckptfs.control.handshake import meet
 from ckptfs.control.heartbeat import Alarm, Monitor, Tempo, first_beat
 from ckptfs.control.messages import (
     Message,
-    Verdict,
+    StepVerdict,
     attempt,
     decode_message,
     decode_verdict,
@@ -125,7 +125,7 @@ class Waits:
             return answer(future, 0.0)
         except ControlPlaneLostError as error:
             shown = self._shared.monitor.with_gone(error)
-            data = encode_verdict(Verdict(error=shown))
+            data = encode_verdict(StepVerdict(error=shown))
             try:
                 self._shared.pulse.call_short(lambda store: keys.end(store, data), LEAVE_S)
             except CkptfsError:
@@ -135,7 +135,7 @@ class Waits:
     def _raise_alarm(self, alarm: Alarm, keys: StepKeys, label: str) -> bool:
         """Offer the alarm as the step's verdict. False: the operation must be checked again."""
         error = alarm.error(label, self._shared.worlds, self._shared.timeout_s)
-        data = encode_verdict(Verdict(error=error, final=bool(alarm.dead)))
+        data = encode_verdict(StepVerdict(error=error, final=bool(alarm.dead)))
 
         ours: list[bool] = []
 
@@ -233,7 +233,7 @@ def leave(
     failure = Failure(rank, world.node, "ckptfs.errors.CollectiveError", why)
     if rank == 0:
         error = collective_error("the next step", {0: failure}, worlds)
-        keys.end(store, encode_verdict(Verdict(error=error, final=True)))
+        keys.end(store, encode_verdict(StepVerdict(error=error, final=True)))
     else:
         keys.arrive(store, rank, encode_message(Message("", failure=failure)))
     if monitor is not None:
@@ -396,7 +396,7 @@ class StoreControl:
 
     def _step(
         self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None
-    ) -> tuple[Verdict[Any], BaseException | None]:
+    ) -> tuple[StepVerdict[Any], BaseException | None]:
         keys = self._keys()
         with self._working(keys, label):
             message, problem = attempt(label, local, self.world)
@@ -426,7 +426,7 @@ class StoreControl:
 
     def _decide(
         self, keys: StepKeys, own: Message, decide: Callable[[list[T]], Any] | None
-    ) -> tuple[Verdict[Any], BaseException | None]:
+    ) -> tuple[StepVerdict[Any], BaseException | None]:
         """Gather, decide and offer the verdict, on the coordinator.
 
         Also returns the error of ``decide``, if any.
@@ -468,10 +468,12 @@ class StoreControl:
             raise raised
         return for_rank(verdict, 0), raised
 
-    def _failed(self, label: str, error: BaseException) -> tuple[Verdict[Any], bytes]:
+    def _failed(self, label: str, error: BaseException) -> tuple[StepVerdict[Any], bytes]:
         """Return the coordinator's failure as the answer: the decided value cannot be sent."""
         failures = {0: failure_of(error, self.world)}
-        verdict: Verdict[Any] = Verdict(error=collective_error(label, failures, self.worlds))
+        verdict: StepVerdict[Any] = StepVerdict(
+            error=collective_error(label, failures, self.worlds)
+        )
         return verdict, encode_verdict(verdict)
 
     def _decoded(self, label: str, rank: int, data: bytes) -> Message:
@@ -482,7 +484,7 @@ class StoreControl:
             # waiting.
             return Message(label, failure=replace(failure_of(error, self.worlds[rank]), rank=rank))
 
-    def _obey(self, keys: StepKeys, label: str) -> Verdict[Any]:
+    def _obey(self, keys: StepKeys, label: str) -> StepVerdict[Any]:
         """Wait for the verdict of any rank, and return it."""
         untaken = True
         try:
@@ -514,7 +516,7 @@ class StoreControl:
             self._shared.pulse.submit_short(lambda store: keys.arrive(store, self.rank, data))
         elif message.failure is not None:
             failed = collective_error(message.label, {0: message.failure}, self.worlds)
-            data = encode_verdict(Verdict(error=failed))
+            data = encode_verdict(StepVerdict(error=failed))
             self._shared.pulse.submit_short(lambda store: keys.end(store, data))
         self._shared.pulse.flush(LEAVE_S)
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, overload
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint
 from ckptfs.commit.catalog.locate import following, reading_session
 from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run, agreeing_target
@@ -284,7 +284,7 @@ def load(
     ):
         metadata = MetadataAhead(session)
 
-        def load_found(found: Found) -> LoadResult:
+        def load_found(found: LocatedCheckpoint) -> LoadResult:
             return load_at(
                 state,
                 session,

@@ -38,7 +38,7 @@ from ckptfs.dcp.saving import Tell, WriteOptions, plans_of, save_at, tell_nobody
 from ckptfs.dcp.staging.buffers import HostBuffers
 from ckptfs.dcp.staging.staging import (
     CopySize,
-    Staged,
+    StagedState,
     failed,
     size_of_copy,
     size_of_tensors,
@@ -183,7 +183,7 @@ def async_save(
         resources.plans,
     )
 
-    def save(staged: Staged, watch: Watch) -> SaveResult:
+    def save(staged: StagedState, watch: Watch) -> SaveResult:
         with opening() as (session, agreed, holder):
             spec = SaveSpec(
                 agreed.name,
@@ -248,7 +248,7 @@ class SaveResources:
 def begin_in_background(
     state_dict: Mapping[str, Any],
     pending: PendingSave,
-    save: Callable[[Staged, Watch], SaveResult],
+    save: Callable[[StagedState, Watch], SaveResult],
     resources: SaveResources,
     *,
     compare_ranks: bool,
@@ -307,7 +307,7 @@ def begin_in_background(
     return pending
 
 
-def _settle(pending: PendingSave, staged: Staged, ended: Future[SaveResult]) -> None:
+def _settle(pending: PendingSave, staged: StagedState, ended: Future[SaveResult]) -> None:
     error = ended.exception()
     if error is not None and not pending.done():
         staged.give_up(error)
@@ -315,7 +315,7 @@ def _settle(pending: PendingSave, staged: Staged, ended: Future[SaveResult]) -> 
         pending.fail(error)
 
 
-def _let_go(staged: Staged, ended: Future[SaveResult]) -> None:
+def _let_go(staged: StagedState, ended: Future[SaveResult]) -> None:
     error = ended.exception()
     if error is not None:
         staged.give_up(error)
@@ -351,7 +351,7 @@ def submit_pending(
 # -- where a save runs ---------------------------------------------------------------------------
 
 
-class _Process:
+class _ProcessSaves:
     """The thread and the buffers of saves without a run.
 
     They belong to the process: it keeps memory from call to call and has one order for all such saves.
@@ -371,7 +371,7 @@ class _Process:
             return self._resources
 
 
-_PROCESS = _Process()
+_PROCESS = _ProcessSaves()
 
 
 def _resources_of(run: Run) -> SaveResources:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptfs import _torch
-from ckptfs.commit.catalog.catalog import Found, sealed_metadata
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint, sealed_metadata
 from ckptfs.commit.session import RunSession, naming, step_of
 from ckptfs.control.control import Control
 from ckptfs.dcp.metadata.metadata_reader import (
@@ -44,7 +44,7 @@ from ckptfs.dcp.read.load_planner import (
     RequestedKeys,
     unexpected_keys,
 )
-from ckptfs.dcp.read.read_plan import Read
+from ckptfs.dcp.read.read_plan import PlannedRead
 from ckptfs.dcp.read.scheduler import fetch_reads
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.events import Counters, LoadResult
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 
-def read_metadata(storage: Storage, found: Found) -> Metadata:
+def read_metadata(storage: Storage, found: LocatedCheckpoint) -> Metadata:
     """Return the checkpoint's ``.metadata``, with the manifest's own paths. Executes nothing.
 
     Errors are those of ``sealed_metadata``. ManifestError: it is not DCP metadata.
@@ -74,7 +74,7 @@ def read_metadata(storage: Storage, found: Found) -> Metadata:
     return decode_metadata(raw, storage.uri(found.metadata), found.shared)
 
 
-def inventory_of(storage: Storage, found: Found) -> Inventory:
+def inventory_of(storage: Storage, found: LocatedCheckpoint) -> Inventory:
     """Return the same as an inventory for a load, which makes only the objects that are used.
 
     Errors are those of ``read_metadata``.
@@ -83,7 +83,7 @@ def inventory_of(storage: Storage, found: Found) -> Inventory:
     return read_inventory(raw, storage.uri(found.metadata), found.shared)
 
 
-def who_holds(uri: str, found: Found) -> str | None:
+def who_holds(uri: str, found: LocatedCheckpoint) -> str | None:
     """Return which ranks and nodes hold a file that this one does not see; None on shared storage."""
     if found.manifest is None or len(found.manifest.domains) < 2:  # noqa: PLR2004
         return None
@@ -111,7 +111,7 @@ class PlannedLoad:
     ``reads`` is what this rank reads.
     """
 
-    reads: tuple[Read, ...]
+    reads: tuple[PlannedRead, ...]
     planner: LoadPlanner
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
@@ -158,7 +158,7 @@ def plan_load(
     started = time.perf_counter()
     inventory = TorchInventory(metadata) if isinstance(metadata, Metadata) else metadata
     planners: list[LoadPlanner] = []
-    held: list[list[Read]] = []
+    held: list[list[PlannedRead]] = []
 
     def local() -> RequestedKeys:
         flat = state_dict() if callable(state_dict) else state_dict
@@ -278,11 +278,11 @@ class MetadataAhead:
         self._session = session
         self._held: list[Inventory] = []
 
-    def read(self, found: Found) -> None:
+    def read(self, found: LocatedCheckpoint) -> None:
         """Read it. Local."""
         self._held[:] = [inventory_of(self._session.storage, found)]
 
-    def take(self, found: Found, *, is_read: bool) -> Inventory:
+    def take(self, found: LocatedCheckpoint, *, is_read: bool) -> Inventory:
         """Return it; if it was not read, read it now. Collective."""
         if not is_read:
             self._session.control.step("metadata", lambda: self.read(found))
@@ -293,7 +293,7 @@ def load_at(
     state_dict: dict[str, Any],
     session: RunSession,
     target: Uri,
-    found: Found,
+    found: LocatedCheckpoint,
     metadata: MetadataAhead | None = None,
     *,
     strict: bool = True,
@@ -336,7 +336,7 @@ def load_at(
         return _deliver(loadable, been_read, session, target, found, started)
 
 
-def _fields(run: Uri, rank: int, found: Found) -> dict[str, Any]:
+def _fields(run: Uri, rank: int, found: LocatedCheckpoint) -> dict[str, Any]:
     """Return what log records of a load say about it."""
     known = found.seal or found.manifest
     return {
@@ -352,7 +352,7 @@ def load_into(
     metadata: Metadata,
     session: RunSession,
     target: Uri,
-    found: Found,
+    found: LocatedCheckpoint,
     *,
     strict: bool = True,
     allow: Allow = (),
@@ -395,7 +395,7 @@ def _plan_and_read(
     inventory: Inventory,
     session: RunSession,
     target: Uri,
-    found: Found,
+    found: LocatedCheckpoint,
     *,
     strict: bool,
     allow: Allow,
@@ -430,7 +430,7 @@ def _deliver(  # noqa: PLR0917 - what was read, for whom, and of what
     been_read: _BeenRead,
     session: RunSession,
     target: Uri,
-    found: Found,
+    found: LocatedCheckpoint,
     started: float,
 ) -> LoadResult:
     control, manifest, per_rank = session.control, found.manifest, been_read.per_rank
@@ -450,7 +450,7 @@ def _deliver(  # noqa: PLR0917 - what was read, for whom, and of what
     )
 
 
-def _read(planned: PlannedLoad, source: Source, found: Found, title: str) -> Counters:
+def _read(planned: PlannedLoad, source: Source, found: LocatedCheckpoint, title: str) -> Counters:
     try:
         with progress(title, rank=source.rank or 0) as meter:
             return read(planned, source, meter)

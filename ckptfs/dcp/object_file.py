@@ -248,10 +248,10 @@ def _fetched(reader: DataReader) -> io.RawIOBase:
     """Return a whole file in memory, read in parallel ranges if the storage does that."""
     data = bytearray(reader.size_bytes)
     reader.read_into(0, memoryview(data))
-    return _Memory(data)
+    return _MemoryFile(data)
 
 
-class _Memory(io.RawIOBase):
+class _MemoryFile(io.RawIOBase):
     """A file over a buffer that is not copied, unlike in BytesIO."""
 
     def __init__(self, data: bytearray) -> None:

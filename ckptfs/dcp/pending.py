@@ -22,7 +22,7 @@ from typing import Any
 from ckptfs.errors import CkptfsError, DeadlineError
 from ckptfs.events import Counters, SaveResult
 
-__all__ = ["PendingSave", "Phase", "Progress", "Watch"]
+__all__ = ["PendingSave", "Phase", "SaveProgress", "Watch"]
 
 
 class Phase(Enum):
@@ -40,7 +40,7 @@ _ENDS = (Phase.COMMITTED, Phase.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SaveProgress:
     """How far this rank has come.
 
     Attributes:
@@ -109,7 +109,7 @@ class PendingSave:
         self.began = time.perf_counter()
         self.stall_s = 0.0
         self._lock = threading.Lock()
-        self._progress = Progress(Phase.QUEUED)
+        self._progress = SaveProgress(Phase.QUEUED)
 
     def result(self, timeout_s: float | None = None) -> SaveResult:
         """Wait for the commit.
@@ -143,7 +143,7 @@ class PendingSave:
         """Whether it is committed or has failed."""
         return self.committed.done()
 
-    def progress(self) -> Progress:
+    def progress(self) -> SaveProgress:
         """Return how far this rank has come; costs nothing."""
         with self._lock:
             return self._progress
@@ -158,14 +158,14 @@ class PendingSave:
         with self._lock:
             if self._progress.phase in _ENDS:
                 changes.pop("phase", None)
-            known = {name: getattr(self._progress, name) for name in Progress.__slots__}
-            self._progress = Progress(**known | changes)
+            known = {name: getattr(self._progress, name) for name in SaveProgress.__slots__}
+            self._progress = SaveProgress(**known | changes)
 
     def wrote(self, size_bytes: int) -> None:
         """Count one more item as written, of ``size_bytes`` bytes."""
         with self._lock:
             now = self._progress
-            self._progress = Progress(
+            self._progress = SaveProgress(
                 now.phase,
                 now.size_bytes,
                 now.items,

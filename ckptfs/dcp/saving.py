@@ -40,7 +40,7 @@ from typing import Any
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.parts.parts import agreed_plan, part_attempt, reference_to
 from ckptfs.commit.parts.tickets import SealedPart, TicketPart
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import Committed, SaveSpec, SmallFile, WrittenPart
 from ckptfs.commit.session import Place, RunSession, naming, open_session
 from ckptfs.commit.state import part_name
@@ -139,7 +139,7 @@ def save_at(
     started: float | None = None,
     tell: Tell = tell_nobody,
     watch: Watch | None = None,
-    attempt: Attempt | None = None,
+    attempt: SaveAttempt | None = None,
 ) -> SaveResult:
     """Save a state dict as ``target``, directly in the run that the session is at. Collective.
 
@@ -168,7 +168,7 @@ def save_at(
     shows = watch is None
     watch = watch or Watch()
     watch.enter(Phase.PLAN)
-    attempt = attempt or Attempt(session, spec)
+    attempt = attempt or SaveAttempt(session, spec)
     domains = {d.id: d.ranks for d in session.placement.domains}
     fields = {"run": str(session.storage.root), "step": spec.step, "rank": control.rank}
 
@@ -211,7 +211,7 @@ def save_at(
 
 @contextmanager
 def followed(
-    attempt: Attempt, watch: Watch, result_of: Callable[[Committed], SaveResult]
+    attempt: SaveAttempt, watch: Watch, result_of: Callable[[Committed], SaveResult]
 ) -> Iterator[None]:
     """Report to ``watch`` if this rank's part of the save hangs in its storage.
 
@@ -237,7 +237,11 @@ def _meter(target: Uri, planned: PlannedSave, *, shows: bool) -> AbstractContext
 
 
 def _write(
-    planned: PlannedSave, session: RunSession, attempt: Attempt, options: WriteOptions, meter: Meter
+    planned: PlannedSave,
+    session: RunSession,
+    attempt: SaveAttempt,
+    options: WriteOptions,
+    meter: Meter,
 ) -> WrittenPart:
     domain = session.placement.mine.id
     if options.unchanged is Unchanged.REFERENCE:
@@ -311,7 +315,7 @@ class PlannedSpace:
 def plan_at(
     state_dict: Mapping[str, Any] | Share,
     session: RunSession,
-    attempt: Attempt,
+    attempt: SaveAttempt,
     options: WriteOptions,
     agreeing: Sequence[Stage] = (),
 ) -> tuple[PlannedSave, PlannedSpace]:

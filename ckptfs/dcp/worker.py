@@ -49,7 +49,7 @@ def exit_s() -> float:
 
 
 @dataclass(slots=True)
-class _Job:
+class _SaveJob:
     what: str
     run: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
@@ -65,8 +65,8 @@ class SaveWorker:
     def __init__(self, name: str = "ckptfs-save") -> None:
         self._name = name
         self._exit_s = exit_s()
-        self._jobs: deque[_Job] = deque()
-        self._running: _Job | None = None
+        self._jobs: deque[_SaveJob] = deque()
+        self._running: _SaveJob | None = None
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._controls: list[Control] = []
@@ -80,7 +80,7 @@ class SaveWorker:
 
         ``what`` is for messages. The future cannot be cancelled. StateError if the worker is closed.
         """
-        job = _Job(what, run)
+        job = _SaveJob(what, run)
         job.future.set_running_or_notify_cancel()
         with self._news:
             if self._closed or self._pid != os.getpid():
@@ -155,7 +155,7 @@ class SaveWorker:
             self._ended()  # after the future: when ``wait`` returns, every future is done
             del job  # an idle thread must not keep the last save alive
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _SaveJob | None:
         with self._news:
             self._news.wait_for(lambda: self._jobs or self._closed)
             self._running = self._jobs.popleft() if self._jobs else None
@@ -166,7 +166,7 @@ class SaveWorker:
             self._running = None
             self._news.notify_all()
 
-    def _drop(self, job: _Job) -> None:
+    def _drop(self, job: _SaveJob) -> None:
         error = StateError(f"{job.what}: abandoned before it began")
         logger.error("%s", error)
         job.future.set_exception(error)

@@ -28,7 +28,7 @@ from typing import Any, Literal
 from ckptfs.commit.catalog.locate import locate_directory, reading_session
 from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import Place, RunSession, agree_uri, control_for, open_session, step_of
 from ckptfs.dcp.api import need_group
@@ -124,7 +124,7 @@ def save_safetensors(
             artifact=Kind.DIRECTORY,
             run=None if run is None else run.generation,
         )
-        attempt = Attempt(session, spec)
+        attempt = SaveAttempt(session, spec)
         try:
             attempt.begin()
             export = Export(attempt, planned, state_dict, extra)

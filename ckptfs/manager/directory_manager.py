@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint
 from ckptfs.commit.catalog.unlogged import Unlogged
 from ckptfs.commit.directory_checkpoints.read import NodeScratch, Wanted, fetched
 from ckptfs.commit.directory_checkpoints.write import leaving_together, writing_directory
@@ -390,7 +390,7 @@ class _Chosen:
 
     session: RunSession
     candidate: Candidate
-    found: Found
+    found: LocatedCheckpoint
     skipped: tuple[str, ...]
 
 
@@ -432,6 +432,6 @@ def _doubt(candidate: Candidate) -> Damage | None:
     return doubt_of(candidate.doubt, None) if candidate.doubt else None
 
 
-def _no_metadata(_storage: Storage, _found: Found) -> Metadata:
+def _no_metadata(_storage: Storage, _found: LocatedCheckpoint) -> Metadata:
     """Return no metadata: the framework that wrote the files reads them itself."""
     return Metadata(state_dict_metadata={})

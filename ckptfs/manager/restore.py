@@ -33,7 +33,14 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptfs.commit.catalog.catalog import Found, Sight, find, look_at_log, part_of, refuse_no_run
+from ckptfs.commit.catalog.catalog import (
+    LocatedCheckpoint,
+    Sight,
+    find,
+    look_at_log,
+    part_of,
+    refuse_no_run,
+)
 from ckptfs.commit.catalog.unlogged import (
     Unlogged,
     leftovers,
@@ -97,8 +104,8 @@ __all__ = ["Opened", "Places", "RestoreOutcome", "Surveyed", "check", "restore"]
 logger = logging.getLogger("ckptfs.manager")
 
 # A save as this rank found it, and its metadata.
-Opened = tuple[Found, Metadata]
-ReadMetadata = Callable[[Storage, Found], Metadata]
+Opened = tuple[LocatedCheckpoint, Metadata]
+ReadMetadata = Callable[[Storage, LocatedCheckpoint], Metadata]
 
 
 def check(

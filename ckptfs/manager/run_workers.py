@@ -40,7 +40,7 @@ from typing import Any, Protocol, TypeVar
 
 from ckptfs.commit.catalog.catalog import read_view
 from ckptfs.commit.directory_checkpoints.write import (
-    Listed,
+    LocalFile,
     Publication,
     list_files,
     refuse_own,
@@ -52,7 +52,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.parts.tickets import Decision, SealedPart, Ticket, begin_parts
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import Committed, IfExists, SaveSpec, WrittenPart
 from ckptfs.commit.session import RunSession, View, collect_views, step_with_views
 from ckptfs.commit.state import Views, catalog, save_named
@@ -150,7 +150,7 @@ class FilesJob:
         )
         share = shares[control.rank]
         watch.planned(sum(file.size_bytes for file in share.send), len(share.send))
-        attempt = Attempt(session, self.spec)
+        attempt = SaveAttempt(session, self.spec)
         try:
             with followed(attempt, watch, self._result_of(control.rank)):
                 attempt.begin()
@@ -179,7 +179,7 @@ class FilesJob:
 
         return result_of
 
-    def _list(self, session: RunSession) -> tuple[Listed, ...]:
+    def _list(self, session: RunSession) -> tuple[LocalFile, ...]:
         run = session.storage.local_path("")
         if self.consume and run is not None:
             refuse_own(self.path, run, self.spec.name)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from ckptfs.commit.catalog.catalog import Found, find
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint, find
 from ckptfs.commit.catalog.locate import locate
 from ckptfs.commit.directory_checkpoints.write import PlainNames
 from ckptfs.commit.log.entries import Generation, Kind, Seal
@@ -37,7 +37,7 @@ from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.parts.parts import part_attempt, reference_to
 from ckptfs.commit.parts.tickets import SealedPart, Ticket, begin_parts
 from ckptfs.commit.paths import METADATA
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.shared_attempt import AGAIN, origin_of
 from ckptfs.commit.save.spec import Committed, IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.commit.session import RunSession, step_of
@@ -98,7 +98,7 @@ class Held:
     """
 
     manifest: Manifest
-    found: Found | None
+    found: LocatedCheckpoint | None
     readers: Mapping[str | None, Sequence[int]]
 
     @property
@@ -137,7 +137,7 @@ def find_held(source: RunSession, original: Original) -> Held:
 
 
 def _find_sealed(source: RunSession, seal: Seal) -> Held:
-    found_here: list[Found] = []
+    found_here: list[LocatedCheckpoint] = []
 
     def look() -> _SourceReport:
         if source.placement.mine.id not in seal.domains:
@@ -167,7 +167,7 @@ def _find_sealed(source: RunSession, seal: Seal) -> Held:
     return Held(manifest, found, readers)
 
 
-def _found_here(source: RunSession, seal: Seal) -> Found:
+def _found_here(source: RunSession, seal: Seal) -> LocatedCheckpoint:
     try:
         return drive(find(seal, source.caps.shape, source.storage.root), source.storage)
     except (NotFoundError, StaleError) as error:
@@ -317,7 +317,7 @@ def copy_checkpoint(
         control.step("stopped?", lambda: _check_stopped(stopped, source, seal))
     held = find_held(source, Original(seal.name, seal))
     spec = spec_of(held, seal, name or seal.name, run, save_id or seal.save_id)
-    attempt = Attempt(target, spec)
+    attempt = SaveAttempt(target, spec)
     manner = Manner(stopped=stopped, shows=shows)
     committed = copy_files(source, held, attempt, manner)
     uri, wall_s = str(target.storage.uri(spec.name)), time.perf_counter() - started
@@ -345,7 +345,7 @@ def spec_of(
 
 
 def copy_files(
-    source: RunSession, held: Held, attempt: Attempt, manner: Manner = Manner()
+    source: RunSession, held: Held, attempt: SaveAttempt, manner: Manner = Manner()
 ) -> Committed:
     """Commit the save ``attempt`` from the files in ``held``.
 
@@ -472,7 +472,7 @@ def _check_stopped(stopped: threading.Event, source: RunSession, seal: Seal) -> 
 # -- write ----------------------------------------------------------------------------------------
 
 
-def _write(source: RunSession, held: Held, attempt: Attempt, manner: Manner) -> WrittenPart:
+def _write(source: RunSession, held: Held, attempt: SaveAttempt, manner: Manner) -> WrittenPart:
     """Copy this rank's share of the files, with its domain's metadata if it must send that.
 
     Local.
@@ -501,7 +501,7 @@ def _write(source: RunSession, held: Held, attempt: Attempt, manner: Manner) -> 
     return dataclasses.replace(part, payload=encode_metadata(metadata))
 
 
-def _place(attempt: Attempt, *, is_resumable: bool) -> Writable:
+def _place(attempt: SaveAttempt, *, is_resumable: bool) -> Writable:
     """Return where files of an attempt go.
 
     Plain names are kept; on object stores they are final before the commit.
@@ -525,7 +525,7 @@ def _tellers(held: Held, target: RunSession) -> set[int]:
 
 
 def _moved(
-    metadata: Metadata, tasks: Sequence[CopyTask], manifest: Manifest, attempt: Attempt
+    metadata: Metadata, tasks: Sequence[CopyTask], manifest: Manifest, attempt: SaveAttempt
 ) -> Metadata:
     """Return the source's metadata with the paths of the copy.
 
@@ -551,7 +551,7 @@ def _moved(
 # -- finish: coordinator only ---------------------------------------------------------------------
 
 
-def _finish(parts: Sequence[WrittenPart], held: Held, attempt: Attempt) -> dict[str, SmallFile]:
+def _finish(parts: Sequence[WrittenPart], held: Held, attempt: SaveAttempt) -> dict[str, SmallFile]:
     """Return the ``.metadata`` of the copy, once every file to copy is known to be there."""
     _check_all_copied(parts, held.manifest, attempt)
     if attempt.spec.artifact is Kind.DIRECTORY:
@@ -575,7 +575,9 @@ def _finish(parts: Sequence[WrittenPart], held: Held, attempt: Attempt) -> dict[
     return {METADATA: files}
 
 
-def _check_all_copied(parts: Sequence[WrittenPart], manifest: Manifest, attempt: Attempt) -> None:
+def _check_all_copied(
+    parts: Sequence[WrittenPart], manifest: Manifest, attempt: SaveAttempt
+) -> None:
     plain = attempt.spec.artifact is Kind.DIRECTORY
     wanted = {
         (

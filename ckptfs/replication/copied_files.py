@@ -35,7 +35,7 @@ from functools import partial
 
 from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.digests import BlockCheck, Check, FileDigestCheck, FileDigests, decode_digests
-from ckptfs.commit.directory_checkpoints.read import ReadAhead, windows
+from ckptfs.commit.directory_checkpoints.read import DownloadThreads, windows
 from ckptfs.commit.directory_checkpoints.write import BATCHED_BYTES, PlainNames
 from ckptfs.commit.manifest import FileRecord, Manifest, digest_of
 from ckptfs.commit.operations import read_limited
@@ -287,7 +287,7 @@ class FileCopier:
         """Pass all of a file through a check, and return the check."""
         with contextlib.ExitStack() as stack:
             reader = stack.enter_context(storage.open_read(key))
-            for data in windows(reader, ReadAhead(stack), contextlib.nullcontext):
+            for data in windows(reader, DownloadThreads(stack), contextlib.nullcontext):
                 check.update(data)
         check.finish()
         return check
@@ -304,7 +304,7 @@ class FileCopier:
                 raise checks.damaged(why)
             if target.guard is not None and record.size_bytes <= BATCHED_BYTES:
                 return self._put(checks, reader, path, target.guard)
-            pool = ReadAhead(stack)
+            pool = DownloadThreads(stack)
             try:
                 return self._stream(checks, reader, path, pool, trusting=target.kept)
             except IntegrityError:
@@ -327,7 +327,13 @@ class FileCopier:
         return _file_digest(check)
 
     def _stream(
-        self, checks: _Checks, reader: DataReader, path: str, pool: ReadAhead, *, trusting: bool
+        self,
+        checks: _Checks,
+        reader: DataReader,
+        path: str,
+        pool: DownloadThreads,
+        *,
+        trusting: bool,
     ) -> str:
         record, target = checks.record, self._target
         key = target.key(path)

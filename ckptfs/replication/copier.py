@@ -34,7 +34,7 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.lease import who_am_i
 from ckptfs.commit.ownership.run import Caller
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.shared_attempt import AGAIN, ResumableStrategy, next_id, origin_of
 from ckptfs.commit.save.spec import Committed
 from ckptfs.commit.session import (
@@ -124,7 +124,7 @@ def commit_copy(
         # Disks of several nodes have no single place that says what an earlier try copied.
         single = len(session.placement.domains) == 1
         strategy = ResumableStrategy() if single else None
-        attempt = Attempt(session, spec, strategy=strategy)
+        attempt = SaveAttempt(session, spec, strategy=strategy)
         try:
             return copy_files(reading, held, attempt, replace(manner, kept=single))
         except (ControlPlaneLostError, DeadlineError):

@@ -38,7 +38,7 @@ from ckptfs.commit.decisions import (
     waiting,
 )
 from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, pin, retire
-from ckptfs.commit.log.append import Appended, Refused, catch_up_again
+from ckptfs.commit.log.append import Appended, RefusedAppend, catch_up_again
 from ckptfs.commit.log.entries import Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive, take_turns
@@ -359,7 +359,7 @@ class Retirer:
             if not _holds(session, save_id):
                 return None
             done = self._enter_pin(session, save_id, pinned=pinned)
-            if isinstance(done, Refused) and done.state.save(save_id).pinned is not pinned:
+            if isinstance(done, RefusedAppend) and done.state.save(save_id).pinned is not pinned:
                 return done.reason
             return None
 
@@ -408,7 +408,7 @@ class Retirer:
             done = self._append(session, victim, frozenset({save_id}), at_once=at_once)
             self._unentered.pop(save_id)
             gone = done.state.save(save_id).deleted
-            return None if gone or not isinstance(done, Refused) else done.reason
+            return None if gone or not isinstance(done, RefusedAppend) else done.reason
 
         def judge(refusals: Sequence[Refusal | None]) -> None:
             if Refusal.FENCED in refusals:
@@ -542,7 +542,7 @@ class Retirer:
 
     def _enter_pin(
         self, session: RunSession, save_id: str, *, pinned: bool, deadline_s: float = 60.0
-    ) -> Appended | Refused[Refusal]:
+    ) -> Appended | RefusedAppend[Refusal]:
         """Append the pin, or its end, to this domain's log; owners only."""
         program = pin(
             save_id, session.means(), self._run.generation, session.fold_from, pinned=pinned
@@ -564,7 +564,7 @@ class Retirer:
             self._tell(failure_of(session, seal, error, first=first))
             return True
         self._unentered.pop(save_id)
-        if isinstance(done, Refused) and done.reason is Refusal.FENCED:
+        if isinstance(done, RefusedAppend) and done.reason is Refusal.FENCED:
             logger.warning("retention has stopped: a newer owner has %s", session.storage.root)
             return False
         return True
@@ -577,7 +577,7 @@ class Retirer:
         *,
         deadline_s: float = 60.0,
         at_once: bool = False,
-    ) -> Appended | Refused[Refusal]:
+    ) -> Appended | RefusedAppend[Refusal]:
         """Append the delete to this domain's log, and give its bytes to the eraser; owners only."""
         seal, save_id = victim.seal, victim.seal.save_id
         # Before the entry: clearing must not see it in between.

@@ -56,7 +56,7 @@ class Fsync:
 
 
 @dataclass(eq=False, slots=True)
-class _File:
+class _DiskFile:
     durable: bytes | None = None
 
 
@@ -66,7 +66,7 @@ class _Dir:
     durable: dict[str, _Node] = field(default_factory=dict)
 
 
-_Node = _File | _Dir
+_Node = _DiskFile | _Dir
 
 
 class SimulatedDisk(Posix):
@@ -134,7 +134,7 @@ class SimulatedDisk(Posix):
             full = self._full(path, dir_fd)
             node = self._find(full)
             if node is None and self._inside(full):
-                node = _File()
+                node = _DiskFile()
                 self._hold(full)[0][os.path.basename(full)] = node
             self._open[fd] = (full, node)
             return fd
@@ -282,7 +282,7 @@ class SimulatedDisk(Posix):
                 self._adopt(child, entry.path)
             else:
                 with open(entry.path, "rb") as file:
-                    child = _File(file.read())
+                    child = _DiskFile(file.read())
             node.volatile[entry.name] = node.durable[entry.name] = child
 
 

@@ -23,7 +23,7 @@ from typing import Any, Generic, Self, TypeVar
 from ckptfs.control.control import Control
 from ckptfs.control.messages import (
     Message,
-    Verdict,
+    StepVerdict,
     attempt,
     decode_message,
     decode_verdict,
@@ -318,7 +318,7 @@ class ThreadControl:
         error = collective_error(message.label, {0: message.failure}, self._shared.worlds)
         with self._shared.news:
             step = self._shared.step(key)
-            step.answer = step.answer or encode_verdict(Verdict(error=error))
+            step.answer = step.answer or encode_verdict(StepVerdict(error=error))
             self._shared.news.notify_all()
 
     def _decide(
@@ -342,7 +342,7 @@ class ThreadControl:
                     if lost
                     else self._silent(label, step.messages)
                 )
-                step.answer = encode_verdict(Verdict(error=error))
+                step.answer = encode_verdict(StepVerdict(error=error))
             if step.answer is not None:
                 shared.news.notify_all()
                 return
@@ -359,7 +359,7 @@ class ThreadControl:
         except Exception as error:  # noqa: BLE001 - pickle raises anything
             failure = failure_of(error, self.world)
             failed = collective_error(label, {0: failure}, shared.worlds)
-            data = encode_verdict(Verdict(error=failed))
+            data = encode_verdict(StepVerdict(error=failed))
         with shared.news:
             if step.answer is None:
                 step.answer, step.pieces = data, pieces
@@ -376,10 +376,10 @@ class ThreadControl:
                 # Once all ranks have sent their messages, only the coordinator's end can fail the step.
                 if lost and (not step.deciding or 0 in lost):
                     failed = collective_error(label, lost, shared.worlds)
-                    step.answer = encode_verdict(Verdict(error=failed))
+                    step.answer = encode_verdict(StepVerdict(error=failed))
                 elif not shared.news.wait(shared.timeout_s) and not step.deciding:
                     error = self._silent(label, step.messages)
-                    step.answer = encode_verdict(Verdict(error=error))
+                    step.answer = encode_verdict(StepVerdict(error=error))
             shared.news.notify_all()
             return step.answer
 

@@ -33,7 +33,7 @@ from ckptfs.commit.catalog.catalog import (
 from ckptfs.commit.decisions import BY_HAND, Cause, reason_to_keep, unreached
 from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint
 from ckptfs.commit.delete.deletion_steps import pin
-from ckptfs.commit.log.append import Refused
+from ckptfs.commit.log.append import RefusedAppend
 from ckptfs.commit.log.entries import Stamp
 from ckptfs.commit.log.fold import SaveState
 from ckptfs.commit.operations import drive
@@ -263,9 +263,9 @@ def set_pin(uri: Any, *, pinned: bool, storage_options: Mapping[str, Any] | None
         means = replace(session.means(), stamp=stamp)
         done = drive(pin(seal.save_id, means, None, None, pinned=pinned), session.storage)
         _touch_log(storage)
-    if isinstance(done, Refused) and done.state.save(seal.save_id).deleted:
+    if isinstance(done, RefusedAppend) and done.state.save(seal.save_id).deleted:
         raise _gone(target)
-    changed = not isinstance(done, Refused)
+    changed = not isinstance(done, RefusedAppend)
     return Pinned(target, seal.save_id, pinned, changed=changed, elsewhere=elsewhere)
 
 

@@ -61,7 +61,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import decode_manifest
 from ckptfs.commit.operations import drive, read_limited
 from ckptfs.commit.ownership.claim import ORPHAN_S, Takeover, claim
-from ckptfs.commit.ownership.recovery import AttemptRecord, Report, attempts_here, plan_recovery
+from ckptfs.commit.ownership.recovery import AttemptRecord, DomainLog, attempts_here, plan_recovery
 from ckptfs.commit.ownership.run import Caller, Run
 from ckptfs.commit.paths import (
     ATTEMPTS,
@@ -297,7 +297,7 @@ class _Finder:
 
     def attempts(self) -> Iterator[Found]:
         """Yield attempts that the log aborted or the next owner would abort, and those in doubt."""
-        report = Report(self._domain, self._state, tuple(self._records.values()))
+        report = DomainLog(self._domain, self._state, tuple(self._records.values()))
         next_owner = Generation(self._state.generation.number + 1, "")
         plan = plan_recovery({self._domain: report}, next_owner)
         dead = {record.save_id for record in (*plan.abort, *plan.released)}

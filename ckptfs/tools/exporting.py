@@ -49,10 +49,10 @@ from ckptfs.dcp.metadata.metadata_writer import describe, encode_metadata
 from ckptfs.dcp.metadata.torch_names import dtype_of
 from ckptfs.dcp.object_file import write_object
 from ckptfs.dcp.planning.leaves import dtype_round_trips, first_line
-from ckptfs.dcp.safetensors.exporter import Held, PlannedFile, plan_files
+from ckptfs.dcp.safetensors.exporter import HeldTensor, PlannedFile, plan_files
 from ckptfs.dcp.safetensors.safetensors_format import (
     INDEX,
-    Entry,
+    TensorEntry,
     dtype_name,
     encode_header,
     encode_index,
@@ -504,7 +504,7 @@ def _plan(tensors: Sequence[Chosen], limit_bytes: int) -> tuple[PlannedFile, ...
                 hint="--dtype converts floating point tensors; --filter leaves others out",
             )
         shape = one.leaf.shape if isinstance(one.leaf, TensorLeaf) else ()
-        held.append(Held(Entry(one.key, dtype_of(one.dtype), shape), (0,)))
+        held.append(HeldTensor(TensorEntry(one.key, dtype_of(one.dtype), shape), (0,)))
     if not held:
         raise StateError("there is no tensor to export", hint="safetensors holds tensors only")
     return plan_files(held, max_bytes=limit_bytes, world=1)

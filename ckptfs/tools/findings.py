@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
-from ckptfs.commit.catalog.catalog import Found, find, unlogged
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint, find, unlogged
 from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.digests import FileDigests, decode_digests
 from ckptfs.commit.log.entries import Kind, Seal
@@ -255,7 +255,7 @@ class Looked:
     """
 
     target: Target
-    found: Found | None = None
+    found: LocatedCheckpoint | None = None
     findings: list[Finding] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -394,7 +394,9 @@ def look_at(storage: Storage, target: Target, views: Views, domain: str, *, at_o
 # -- manifest ------------------------------------------------------------------------
 
 
-def _open(storage: Storage, target: Target, views: Views, result: Looked) -> Found | None:
+def _open(
+    storage: Storage, target: Target, views: Views, result: Looked
+) -> LocatedCheckpoint | None:
     """Find the files of the target; by the projected manifest if the sealed one is damaged."""
     if target.seal is None:
         return _open_unlogged(storage, target, views, result)
@@ -420,10 +422,14 @@ def _open(storage: Storage, target: Target, views: Views, result: Looked) -> Fou
         f"{storage.uri(target.name)}/{MANIFEST} is whole: copy it there",
     )
     manifest = decode_manifest(raw, storage.uri(target.name))
-    return Found(target.name, f"{target.name}/{seal.save_id}/{METADATA}", manifest, seal)
+    return LocatedCheckpoint(
+        target.name, f"{target.name}/{seal.save_id}/{METADATA}", manifest, seal
+    )
 
 
-def _open_unlogged(storage: Storage, target: Target, views: Views, result: Looked) -> Found | None:
+def _open_unlogged(
+    storage: Storage, target: Target, views: Views, result: Looked
+) -> LocatedCheckpoint | None:
     where = storage.uri(f"{target.name}/{MANIFEST}")
     try:
         found = drive(unlogged(target.name, views, target.uri), storage)

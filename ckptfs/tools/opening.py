@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from ckptfs.commit.catalog.catalog import (
-    Found,
+    LocatedCheckpoint,
     is_run,
     live_of,
     looking_at,
@@ -73,7 +73,7 @@ class Located:
     uri: Uri
     storage: Storage
     name: str
-    found: Found
+    found: LocatedCheckpoint
     domain: str
 
 
@@ -233,7 +233,7 @@ class Opened:
     contents: Contents
     storage: Storage
     home: str
-    found: Found | None = None
+    found: LocatedCheckpoint | None = None
 
 
 class _NoLeaves(Contents):
@@ -301,7 +301,7 @@ def open_contents(
 
 
 def _directory(
-    storage: Storage, found: Found, source: Source, verify: Verify
+    storage: Storage, found: LocatedCheckpoint, source: Source, verify: Verify
 ) -> tuple[Format, Contents]:
     try:
         layout = read_layout(storage, found, verify)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptfs.commit.catalog.catalog import (
-    Found,
+    LocatedCheckpoint,
     list_live,
     live_of,
     look_at_log,
@@ -581,7 +581,7 @@ Places = Mapping[str, Sequence[tuple[int, int, str]]]
 _MOST = 5
 
 
-def places_of(storage: Storage, found: Found) -> Places:
+def places_of(storage: Storage, found: LocatedCheckpoint) -> Places:
     """Return the byte ranges of the leaves of ``found`` in ``storage``; empty if unknown."""
     from ckptfs.dcp.read.data_file import Verify
     from ckptfs.dcp.safetensors.safetensors_reader import read_layout
@@ -688,7 +688,7 @@ def _look_at_chunks(
             result.add(Damage.METADATA, uri, what, _DO, path=path, tensors=(key,))
 
 
-def _decoded(storage: Storage, found: Found) -> Description:
+def _decoded(storage: Storage, found: LocatedCheckpoint) -> Description:
     from ckptfs.dcp.metadata.metadata_reader import read_inventory
 
     raw, manifest = read_limited(storage, found.metadata), found.manifest

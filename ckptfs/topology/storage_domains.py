@@ -41,10 +41,10 @@ from ckptfs.errors import (
 from ckptfs.storage.base import SMALL_BYTES, Shape, Storage
 
 __all__ = [
-    "Answer",
     "Domain",
     "Placement",
     "Probe",
+    "ProbeAnswer",
     "Scope",
     "group_nodes",
     "leads_node",
@@ -222,14 +222,14 @@ def _probe_stage(
 ) -> Stage:
     worlds, is_lead = control.worlds, leads_node(control)
 
-    def look() -> Answer | NotFoundError | None:
+    def look() -> ProbeAnswer | NotFoundError | None:
         if not is_lead:
             return None
         probe = probe_of()
         shape = probe.shape
         one = scope == "shared" or (scope == "auto" and shape is Shape.OBJECT)
         if one and control.rank != 0:
-            return Answer(shape, None)
+            return ProbeAnswer(shape, None)
         try:
             return probe.look(shape)
         except NotFoundError as error:
@@ -237,7 +237,7 @@ def _probe_stage(
                 return error  # a value, so that it is raised as its type
             raise
 
-    def rule(answers: Sequence[Answer | NotFoundError | None]) -> _Ruling:
+    def rule(answers: Sequence[ProbeAnswer | NotFoundError | None]) -> _Ruling:
         for answer in answers:
             if isinstance(answer, NotFoundError):
                 raise answer
@@ -253,14 +253,14 @@ def _confirm(
     """Confirm a ruling: every lead reads, through its own mount, what its owner left."""
     own = next(d for d in before.domains if control.rank in d.ranks)
 
-    def look() -> Answer | None:
+    def look() -> ProbeAnswer | None:
         if not is_lead:
             return None
         if attempt:
             time.sleep(0.1 * attempt)
         return probe.look_again(before.tokens[own.owner])
 
-    def decide(answers: list[Answer | None]) -> _Ruling:
+    def decide(answers: list[ProbeAnswer | None]) -> _Ruling:
         after = _rule(control.worlds, answers, "auto", tokens=True)
         missed = {rank: a.misses for rank, a in enumerate(answers) if a and a.misses}
         if after.domains == before.domains and not missed:
@@ -274,7 +274,7 @@ def _confirm(
 
 
 def _rule(
-    worlds: Sequence[World], answers: Sequence[Answer | None], scope: Scope, *, tokens: bool
+    worlds: Sequence[World], answers: Sequence[ProbeAnswer | None], scope: Scope, *, tokens: bool
 ) -> _Ruling:
     """Group the leads' answers. The result is final if nothing is left to confirm."""
     found = {worlds[rank].node: a for rank, a in enumerate(answers) if a is not None}
@@ -381,7 +381,7 @@ def _named(control: Control, storage: Storage, name: str, *, write: bool) -> Pla
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeAnswer:
     """The result of one node lead. id is None if the id of another lead counts."""
 
     shape: Shape
@@ -412,15 +412,15 @@ class Probe:
         """What kind of storage it is."""
         return self._storage.capabilities.shape
 
-    def look(self, shape: Shape) -> Answer:
+    def look(self, shape: Shape) -> ProbeAnswer:
         """Read or make the id, leave a token."""
         found = self._own_id() if self._write else self._read_id_and_more()
         if self.tokens and shape is Shape.FILESYSTEM:
             self._token = f"{_TMP}/probe-{uuid.uuid4().hex}"
             self._storage.replace(self._token, b"")
-        return Answer(shape, found, token=self._token)
+        return ProbeAnswer(shape, found, token=self._token)
 
-    def look_again(self, owners_token: str) -> Answer:
+    def look_again(self, owners_token: str) -> ProbeAnswer:
         """Read the id and the owner's token through this node's mount."""
         storage = self._storage
         misses = ""
@@ -436,7 +436,7 @@ class Probe:
             # It was read or made a moment ago. If this view was trusted, one shared directory could be
             # split into two domains, and each would write a checkpoint of its own half.
             misses = misses or f"{storage.uri(_ID)} was there, and is not any more"
-        return Answer(storage.capabilities.shape, found, self._token, misses)
+        return ProbeAnswer(storage.capabilities.shape, found, self._token, misses)
 
     def clean(self) -> None:
         """Remove the token. After a crash one empty file stays in tmp."""

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import Place as Sitting
 from ckptfs.commit.session import RunSession, open_session
@@ -27,10 +27,10 @@ def sitting(uri: str, options: dict[str, Any]) -> Iterator[RunSession]:
 
 
 @contextlib.contextmanager
-def begun(uri: str, name: str, options: dict[str, Any]) -> Iterator[Attempt]:
+def begun(uri: str, name: str, options: dict[str, Any]) -> Iterator[SaveAttempt]:
     """A plain save that has begun and written one file."""
     with sitting(uri, options) as session:
-        attempt = Attempt(session, SaveSpec(name, None))
+        attempt = SaveAttempt(session, SaveSpec(name, None))
         attempt.begin()
         session.storage.replace(f"{attempt.prefix}__0_0.distcp", b"half")
         yield attempt

@@ -26,7 +26,7 @@ from ckptfs.commit.log.entries import Delete
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import Mode, claim
 from ckptfs.commit.paths import CONTROL, SHARED, TRASH
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import RunSession
 from ckptfs.commit.state import committed
@@ -540,7 +540,7 @@ def play(session: RunSession, step: Step, number: int, theirs: set[str]) -> None
                     enter(storage, Delete(one.save_id, state.generation, "asked"), number)
         case "die":
             with contextlib.suppress(CommitConflictError):
-                attempt = Attempt(session, SaveSpec(name, None))
+                attempt = SaveAttempt(session, SaveSpec(name, None))
                 attempt.begin()
                 storage.replace(f"{attempt.prefix}__0_0.distcp", b"half")
         case "foreign":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ckptfs.commit.log.append import Appended, Refused, append, make_log
+from ckptfs.commit.log.append import Appended, RefusedAppend, append, make_log
 from ckptfs.commit.log.entries import Pin
 from ckptfs.commit.operations import drive
 from ckptfs.storage.local import LocalStorage
@@ -20,7 +20,7 @@ def _race(directory: str, who: int, appends: int) -> None:
     state = None
     for turn in range(appends):
         write_id = f"{who}-{turn}"
-        done: Appended | Refused[str] = drive(
+        done: Appended | RefusedAppend[str] = drive(
             append(lambda _, w=write_id: Pin(w), write_id=write_id, state=state),  # type: ignore[misc]
             storage,
         )

@@ -17,7 +17,7 @@ from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.paths import ATTEMPTS
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import SaveSpec, WrittenPart
 from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.commit.state import Standing, standing
@@ -150,7 +150,7 @@ def test_an_attempt_has_its_record_before_any_data(tmp_path: Path) -> None:
     session = start_session(
         SoloControl(), LocalStorage(root, posix=disk, directory=home), Place(), write=True
     )
-    attempt = Attempt(session, SaveSpec("step_2", None))
+    attempt = SaveAttempt(session, SaveSpec("step_2", None))
 
     def write() -> WrittenPart:
         with session.storage.open_write(f"{attempt.prefix}__0_0.distcp") as writer:

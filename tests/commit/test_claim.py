@@ -12,7 +12,7 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.lease import LeaseTimes
 from ckptfs.commit.paths import ATTEMPTS
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import RunSession
 from ckptfs.errors import CollectiveError, RunBusyError
@@ -116,7 +116,7 @@ def test_an_aborted_attempt_without_its_record_is_cleared(
     base = str(tmp_path)
 
     def abort(session: RunSession) -> str:
-        attempt = Attempt(session, SaveSpec("step_1", None))
+        attempt = SaveAttempt(session, SaveSpec("step_1", None))
         attempt.begin()
         attempt.abandon()
         assert drive(catch_up(), session.storage).save(attempt.save_id).aborted

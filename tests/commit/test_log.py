@@ -23,7 +23,7 @@ from ckptfs.commit.log.append import (
     Appended,
     FoundHint,
     Gap,
-    Refused,
+    RefusedAppend,
     append,
     catch_up,
     check_complete,
@@ -63,7 +63,7 @@ from ckptfs.uri import Uri
 from tests.commit.logs import G1, fence, memory, seal, write
 
 CREATE = f"{LOG}/*"
-Done = Appended | Refused[str]
+Done = Appended | RefusedAppend[str]
 
 
 def entries(storage: Storage) -> list[Entry]:
@@ -132,9 +132,9 @@ def test_exists_with_another_ones_bytes_is_folded_and_decided_again() -> None:
     write(storage, [seal("other")])
     seen: list[int] = []
 
-    def decide(state: LogState) -> Body | Refused[str]:
+    def decide(state: LogState) -> Body | RefusedAppend[str]:
         seen.append(state.next)
-        return Refused("taken", state) if "other" in state.saves else Pin("x")
+        return RefusedAppend("taken", state) if "other" in state.saves else Pin("x")
 
     class Late(MemoryStorage):
         """Shows entry 1 only after a create of it failed, as a stale client would."""
@@ -148,7 +148,7 @@ def test_exists_with_another_ones_bytes_is_folded_and_decided_again() -> None:
     late = Late.__new__(Late)
     late.__dict__.update(storage.__dict__)
     outcome = drive(append(decide, write_id="w", state=stale), late)
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, RefusedAppend)
     assert len(entries(storage)) == 2
 
 

@@ -16,7 +16,7 @@ from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.lease import LeaseTimes
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.paths import LOG
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import Control, SoloControl
@@ -120,7 +120,7 @@ def test_who_was_fenced_out_while_it_recovered_does_not_rob_the_newer_owner(
     before = sit(path, "job")
     run = claim(before)
     # An attempt that has to be aborted: the entry behind the fence.
-    Attempt(before, SaveSpec("step_1", None, run=run.generation)).begin()
+    SaveAttempt(before, SaveSpec("step_1", None, run=run.generation)).begin()
     owner: list[tuple[RunSession, Run]] = []
 
     def come() -> None:

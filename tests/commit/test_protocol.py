@@ -15,7 +15,7 @@ from ckptfs.commit.decisions import (
     pending_deletes,
     unreleased,
 )
-from ckptfs.commit.log.append import Refused
+from ckptfs.commit.log.append import RefusedAppend
 from ckptfs.commit.log.entries import (
     GENESIS,
     Abort,
@@ -45,7 +45,7 @@ def live(*bodies: Body) -> list[str]:
 
 def refusal(found: object) -> Refusal:
     """Why an append was refused."""
-    assert isinstance(found, Refused)
+    assert isinstance(found, RefusedAppend)
     assert isinstance(found.reason, Refusal)
     return found.reason
 

@@ -12,7 +12,7 @@ from ckptfs.commit.log.entries import Body, Outcome
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.recovery import plan_recovery, report, settle
-from ckptfs.commit.ownership.recovery_plan import Plan as Recovery
+from ckptfs.commit.ownership.recovery_plan import RecoveryPlan as Recovery
 from ckptfs.commit.paths import ATTEMPTS, AttemptKeys
 from ckptfs.commit.save.owner_steps import begin, prepare
 from ckptfs.commit.save.projection import discard_source, project

@@ -12,7 +12,7 @@ from ckptfs.commit.catalog.locate import locate
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import IfExists, SaveSpec, WrittenPart
 from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.commit.state import catalog
@@ -69,7 +69,9 @@ class _Place:
 def save(session: RunSession) -> None:
     """Replace step_1, as if_exists="replace" does: the run is claimed for the call."""
     with claim(session) as run:
-        attempt = Attempt(run.session, SaveSpec("step_1", 1, IfExists.REPLACE, run=run.generation))
+        attempt = SaveAttempt(
+            run.session, SaveSpec("step_1", 1, IfExists.REPLACE, run=run.generation)
+        )
 
         def write() -> WrittenPart:
             with session.storage.open_write(f"{attempt.prefix}__0_0.distcp") as writer:

@@ -17,7 +17,7 @@ from ckptfs.commit.delete.deletion_steps import (
     retire,
 )
 from ckptfs.commit.delete.trash import trash_of
-from ckptfs.commit.log.append import HolderMeans, Means, Refused, catch_up
+from ckptfs.commit.log.append import HolderMeans, Means, RefusedAppend, catch_up
 from ckptfs.commit.log.entries import Body, Decided, Delete, Kind, Outcome, Pin
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import decode_manifest, encode_manifest
@@ -136,7 +136,7 @@ def test_what_came_after_the_fold_is_seen_by_the_create(storage: MemoryStorage) 
     known = fold(storage)
     drive(pin("old", means(storage, "p"), G1, None, pinned=True), storage)
     going = retire(OLD.seal(G1, 1), means(storage), known, reason="keep", together={"old"})
-    assert isinstance(drive(going, storage), Refused)
+    assert isinstance(drive(going, storage), RefusedAppend)
     assert not fold(storage).save("old").deleted
 
 
@@ -162,7 +162,7 @@ def test_a_fenced_owner_enters_and_erases_nothing(storage: MemoryStorage) -> Non
         retire(NEW.seal(G1, 2), means(storage, "x"), None, reason="keep", together={"new"}),
         storage,
     )
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RefusedAppend)
     assert refused.reason is Refusal.FENCED
     assert drive(erase_retired("old", means(storage, "y"), None), storage) == (
         Erasure.FENCED,
@@ -176,7 +176,7 @@ def test_a_pin_that_came_first_is_respected(storage: MemoryStorage) -> None:
     """Pinned after the decision and before the entry: it stays."""
     drive(pin("old", means(storage, "p"), G1, None, pinned=True), storage)
     refused = let_go(storage)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RefusedAppend)
     assert refused.reason is Refusal.NOTHING
     assert waiting(fold(storage)) == []
 
@@ -296,7 +296,7 @@ def test_only_what_is_sealed_and_there_is_pinned() -> None:
         (folded(fence(G1), one, fence(G2)), Refusal.FENCED),
     ):
         refused = may_pin(state, "one", G1, pinned=True)
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, RefusedAppend)
         assert refused.reason is reason
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import SoloControl
@@ -37,7 +37,7 @@ def _recover(run: Path) -> Run:
     with claim(_session(run)) as held:
         rig.save(_session(run), "step_1", "one", held)
         rig.save(_session(run), "step_1", "uno", held, replace=True)
-    dead = Attempt(_session(run), SaveSpec("step_9", None))
+    dead = SaveAttempt(_session(run), SaveSpec("step_9", None))
     dead.begin()
     return claim(_session(run))
 

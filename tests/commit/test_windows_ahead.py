@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ckptfs.commit.directory_checkpoints.read import ReadAhead, windows
+from ckptfs.commit.directory_checkpoints.read import DownloadThreads, windows
 from ckptfs.errors import NoSpaceError
 from ckptfs.storage.base import DataReader
 from ckptfs.storage.io import DataWriter, Reach, buffer_pool, is_aligned
@@ -44,7 +44,7 @@ def test_a_window_keeps_its_bytes_until_so_many_more_were_asked_for(
         held: list[tuple[int, memoryview]] = []
         size = 0
         for view in windows(
-            reader, ReadAhead(stack), contextlib.nullcontext, first, lasting=lasting
+            reader, DownloadThreads(stack), contextlib.nullcontext, first, lasting=lasting
         ):
             held.append(((first + size) // 100, view))
             size += len(view)
@@ -59,7 +59,7 @@ def test_large_windows_of_a_local_file_are_aligned_memory_that_is_given_back() -
     for reach, aligned in ((Reach.LOCAL, True), (Reach.REMOTE, False)):
         reader = Numbered(5 * MIB, window_bytes=2 * MIB, at_once=2, reach=reach)
         with contextlib.ExitStack() as stack:
-            views = [*windows(reader, ReadAhead(stack), contextlib.nullcontext, lasting=9)]
+            views = [*windows(reader, DownloadThreads(stack), contextlib.nullcontext, lasting=9)]
             assert [is_aligned(view) for view in views] == [aligned] * 3
             lent = {id(view.obj) for view in views}
         with contextlib.ExitStack() as stack:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.commit.catalog.catalog import Found, list_live, read_view
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint, list_live, read_view
 from ckptfs.commit.catalog.locate import locate
 from ckptfs.commit.catalog.unlogged import list_unlogged
 from ckptfs.commit.directory_checkpoints.write import (
@@ -31,7 +31,7 @@ from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import Mode, claim
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import IfExists, SaveSpec, WrittenPart
 from ckptfs.commit.session import Place, RunSession, start_session
 from ckptfs.control.control import Control
@@ -100,14 +100,14 @@ def contents(label: str, rank: int) -> bytes:
 def save(
     session: RunSession, name: str, label: str, run: Run | None = None, *, replace: bool = False
 ) -> str:
-    """One save over all ranks; abandons on failure, as the callers of Attempt do."""
+    """One save over all ranks; abandons on failure, as the callers of SaveAttempt do."""
     spec = SaveSpec(
         name,
         None,
         IfExists.REPLACE if replace else IfExists.ERROR,
         run=None if run is None else run.generation,
     )
-    attempt = Attempt(session, spec)
+    attempt = SaveAttempt(session, spec)
     rank = session.control.rank
 
     def write() -> WrittenPart:
@@ -131,7 +131,7 @@ def save(
 
 def save_directory(session: RunSession, name: str, label: str) -> None:
     """A commit of files with plain names, as checkpoint_dir makes it."""
-    attempt = Attempt(session, SaveSpec(name, None, artifact=Kind.DIRECTORY))
+    attempt = SaveAttempt(session, SaveSpec(name, None, artifact=Kind.DIRECTORY))
     rank = session.control.rank
     try:
         attempt.begin()
@@ -161,7 +161,7 @@ def publish(session: RunSession, name: str, label: str) -> None:
         lambda: list_files(source) if session.placement.is_node_lead else None,
         lambda told: share_files(told, nodes, [d.ranks for d in session.placement.domains]),
     )
-    attempt = Attempt(session, SaveSpec(name, None, artifact=Kind.DIRECTORY))
+    attempt = SaveAttempt(session, SaveSpec(name, None, artifact=Kind.DIRECTORY))
     try:
         attempt.begin()
         part = Publication(attempt, session, source, shares[control.rank])
@@ -319,7 +319,7 @@ def _published(session: RunSession) -> None:
 
 
 def _abandoned(session: RunSession) -> None:
-    attempt = Attempt(session, SaveSpec("step_2", None))
+    attempt = SaveAttempt(session, SaveSpec("step_2", None))
 
     def write() -> WrittenPart:
         with session.storage.open_write(
@@ -524,7 +524,7 @@ def look(layout: Layout, base: str, names: Sequence[str]) -> Sight:
     return Sight(states[0], [names for _, names, _ in found], [fence for _, _, fence in found])
 
 
-def _label(session: RunSession, found: Found) -> str:
+def _label(session: RunSession, found: LocatedCheckpoint) -> str:
     """Read this rank's share of a checkpoint, bit by bit."""
     assert found.manifest is not None
     files = [f for f in found.manifest.files if f.path.endswith(".distcp")]

@@ -29,7 +29,7 @@ from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint
 from ckptfs.commit.log.append import append
 from ckptfs.commit.log.entries import Fence, FenceMode, Generation, Stamp
 from ckptfs.commit.operations import drive
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.errors import (
     CkptfsError,
     CommitConflictError,
@@ -186,7 +186,7 @@ def test_a_committer_that_died_before_the_projection_is_read_through(tmp_path: P
     step = f"{tmp_path}/run/step_1"
     put(fs, step, 7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, "_finish", lambda *_: ((), 0))
+        patch.setattr(SaveAttempt, "_finish", lambda *_: ((), 0))
         commit(fs, step)
     assert not Path(step).exists()
     assert seen(fs, step) == [7, 7]
@@ -299,15 +299,15 @@ def test_one_process_of_all_commits(tmp_path: Path) -> None:
     first, second = (FileCheckpoints(skip_instance_cache=True) for _ in range(2))
     step = f"{tmp_path}/run/step_1"
     put(first, step, 1)
-    prepare = Attempt._prepare
+    prepare = SaveAttempt._prepare
 
-    def meanwhile(self: Attempt, files: Any) -> None:
+    def meanwhile(self: SaveAttempt, files: Any) -> None:
         with pytest.raises(CommitConflictError):
             second.mv(f"{step}/.metadata.tmp", f"{step}/.metadata")
         prepare(self, files)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, "_prepare", meanwhile)
+        patch.setattr(SaveAttempt, "_prepare", meanwhile)
         commit(first, step)
     assert seen(second, step) == [1, 1]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.dcp.pending import PendingSave, Phase, Progress
+from ckptfs.dcp.pending import PendingSave, Phase, SaveProgress
 from ckptfs.dcp.saving import slot_directory, writer_slot
 from ckptfs.dcp.worker import SaveWorker, exit_s
 from ckptfs.errors import (
@@ -48,7 +48,7 @@ def test_a_save_tells_where_it_is_and_what_it_came_to(tmp_path: Path) -> None:
     assert pending.committed.result(0) is result
     assert pending.durable.result(0).items == 2
     assert (result.uri, result.step) == (at.as_uri(), 7)
-    assert pending.progress() == Progress(Phase.COMMITTED, 4000, 2, 4000, 2)
+    assert pending.progress() == SaveProgress(Phase.COMMITTED, 4000, 2, 4000, 2)
     assert pending.progress().fraction == 1.0
     assert "committed" in repr(pending)
 

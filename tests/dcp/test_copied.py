@@ -18,7 +18,7 @@ from fsspec.generic import rsync
 from torch.distributed.checkpoint import FileSystemWriter
 
 import ckptfs
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.errors import CommitConflictError, StorageError
 from ckptfs.integrations.fsspec import (
     CheckpointFileSystem,
@@ -258,7 +258,7 @@ def test_a_commit_that_fails_leaves_the_files(
         raise StorageError("no space")
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(Attempt, "_prepare", fail)
+        patch.setattr(SaveAttempt, "_prepare", fail)
         by_put(source, run / "step_3")
     assert "no space" in caplog.text
     assert files(run / "step_3") == files(source)
@@ -282,8 +282,8 @@ def test_a_kill_in_the_commit_loses_nothing(tmp_path: Path, when: str) -> None:
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, when, die)
-        patch.setattr(Attempt, "abandon", die)
+        patch.setattr(SaveAttempt, when, die)
+        patch.setattr(SaveAttempt, "abandon", die)
         with pytest.raises(Killed):
             by_put(source, run / "step_3")
     ckptfs.prepare_run(run).release()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest
 from ckptfs.dcp.loading import who_holds
 from ckptfs.dcp.read.data_file import Verify, verify_file
@@ -202,7 +202,7 @@ def test_who_holds_a_file_is_known_of_its_digests_too(missing: str) -> None:
     far = DomainRecord("far", (2, 3), ("host-1",))
     file = FileRecord("id/__2_0.distcp", 8, "far", "id/__2_0.xxh3")
     manifest = Manifest("id", "step_1", 1, (file,), (DomainRecord("near", (0, 1), ("h",)), far))
-    found = Found("step_1", "step_1/.metadata", manifest, None)
+    found = LocatedCheckpoint("step_1", "step_1/.metadata", manifest, None)
     hint = who_holds(f"file:///run/step_1/{missing}", found)
     assert hint is not None
     assert "domain far holds it, written by ranks 2, 3 on host-1" in hint

@@ -33,7 +33,7 @@ from ckptfs.dcp.metadata.metadata_writer import (
 )
 from ckptfs.dcp.metadata.metadata_writer import places_for as places_in
 from ckptfs.dcp.planning.columns import Interned, decode_structure, structure_of
-from ckptfs.dcp.planning.global_plan import World, places_for, table_of, world_of
+from ckptfs.dcp.planning.global_plan import AgreedPlan, places_for, table_of, world_of
 from ckptfs.dcp.write.pipeline import storage_data_of, written_places
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError
 from tests.dcp.random_worlds import shard_item, worlds
@@ -41,14 +41,14 @@ from tests.dcp.random_worlds import shard_item, worlds
 unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
 
 
-def world(plans: Sequence[SavePlan], domains: Sequence[Sequence[int]] = ()) -> World:
+def world(plans: Sequence[SavePlan], domains: Sequence[Sequence[int]] = ()) -> AgreedPlan:
     """What the coordinator decides over these plans."""
     interned = Interned()
     columns = [decode_structure(structure_of(plan), interned) for plan in plans]
     return world_of(table_of(columns), domains=domains)
 
 
-def parts_of(decided: World, at: int = 0) -> list[WrittenPart]:
+def parts_of(decided: AgreedPlan, at: int = 0) -> list[WrittenPart]:
     """What ranks that wrote would report; at: where their first item is."""
     parts = []
     for rank, mine in enumerate(decided.indexes()):
@@ -62,13 +62,15 @@ def parts_of(decided: World, at: int = 0) -> list[WrittenPart]:
     return parts
 
 
-def encoded(decided: World, parts: Sequence[WrittenPart], ranks: Sequence[int] = ()) -> bytes:
+def encoded(decided: AgreedPlan, parts: Sequence[WrittenPart], ranks: Sequence[int] = ()) -> bytes:
     """The file."""
     places = places_in(decided, placed_in(decided, parts, None), ranks)
     return Described(decided).encode(places, StorageMeta("here", save_id="save-1"))
 
 
-def by_objects(decided: World, parts: Sequence[WrittenPart], ranks: Sequence[int] = ()) -> Metadata:
+def by_objects(
+    decided: AgreedPlan, parts: Sequence[WrittenPart], ranks: Sequence[int] = ()
+) -> Metadata:
     """What is to be in it, the slow way."""
     places = places_for(ranks, written_places(decided.indexes(), parts))
     return describe(decided.metadata(), places, checkpoint_id="here", save_id="save-1")

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from ckptfs.dcp.metadata.metadata_reader import decode_metadata
 from ckptfs.dcp.read.data_file import Source, Verify, verify_file
-from ckptfs.dcp.read.read_plan import Read
+from ckptfs.dcp.read.read_plan import PlannedRead
 from ckptfs.dcp.read.scheduler import fetch, fetch_reads
 from ckptfs.errors import AccessError, IncompleteCheckpointError, IntegrityError
 from ckptfs.storage.base import DataReader, Reach, Storage
@@ -746,7 +746,7 @@ def test_a_load_of_many_small_tensors_costs_few_calls_of_python(tmp_path: Path) 
         metadata = our_save(storage, 1, lambda _: state)
         blank = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
         reads = [
-            Read(i.fqn, at.relative_path, at.offset, at.length, state[i.fqn].shape, torch.float32,
+            PlannedRead(i.fqn, at.relative_path, at.offset, at.length, state[i.fqn].shape, torch.float32,
                  torch.Size([0]), state[i.fqn].shape, blank[i.fqn])
             for i, at in metadata.storage_data.items()
         ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfs.dcp.read.read_plan import Read
+from ckptfs.dcp.read.read_plan import PlannedRead
 from ckptfs.dcp.read.read_threads import Helping, ReadPool
 from ckptfs.dcp.read.scheduler import fetch_reads
 from ckptfs.storage.registry import open_storage
@@ -45,7 +45,7 @@ def told_of_a_load(place: Path, blocks: int) -> list[tuple[int, str]]:
         path.read_bytes()  # which another reader takes away
     blank = torch.zeros_like(saved)
     reads = [
-        Read("w", at.relative_path, at.offset, at.length, saved.shape, saved.dtype,
+        PlannedRead("w", at.relative_path, at.offset, at.length, saved.shape, saved.dtype,
              torch.Size([0]), saved.shape, blank)
         for at in metadata.storage_data.values()
     ]  # fmt: skip

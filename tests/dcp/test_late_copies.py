@@ -20,7 +20,7 @@ import ckptfs
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.staging import staging as module
 from ckptfs.dcp.staging.buffers import HostBuffers, Lease
-from ckptfs.dcp.staging.staging import Staged, stage
+from ckptfs.dcp.staging.staging import StagedState, stage
 from ckptfs.dcp.write.host_memory import Loan
 from ckptfs.storage.local import LocalStorage
 from ckptfs.uri import Uri
@@ -43,20 +43,20 @@ def _state() -> dict[str, Any]:
 
 def _staged(
     state: dict[str, Any], buffers: HostBuffers | None = None, *, compare_ranks: bool = False
-) -> tuple[Staged, dict[str, WriteItem]]:
+) -> tuple[StagedState, dict[str, WriteItem]]:
     buffers = buffers or HostBuffers(64 * MIB)
     made = stage(state, buffers, PendingSave("x", 1), compare_ranks=compare_ranks)
     items = made._state.plan.items
     return made, {item.index.fqn: item for item in items}
 
 
-def _waiting(staged: Staged) -> threading.Thread:
+def _waiting(staged: StagedState) -> threading.Thread:
     caller = threading.Thread(target=staged.wait)
     caller.start()
     return caller
 
 
-def _copies(staged: Staged, items: dict[str, WriteItem], keys: str) -> list[float]:
+def _copies(staged: StagedState, items: dict[str, WriteItem], keys: str) -> list[float]:
     """What copies hold, once they are there: nothing is read from the caller's tensors."""
     staged._late_until = time.monotonic() + WAIT_S
     found = []
@@ -102,14 +102,14 @@ def test_what_is_read_from_the_middle_of_its_copy_on_is_waited_for(
 ) -> None:
     """The copy is there, and the writer still reads the caller's tensor: the call is not back."""
     copying, go, back = threading.Event(), threading.Event(), threading.Event()
-    real = module._Copy.pieces
+    real = module._StagingCopy.pieces
 
     def pieces(copy: Any, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         copying.set()
         assert go.wait(WAIT_S)
         yield from real(copy, memory)
 
-    monkeypatch.setattr(module._Copy, "pieces", pieces)
+    monkeypatch.setattr(module._StagingCopy, "pieces", pieces)
     staged, items = _staged(_state())
 
     def call() -> None:
@@ -133,14 +133,14 @@ def test_what_is_not_contiguous_is_written_from_its_copy_alone(
 ) -> None:
     """From where it is it would need one more copy, beyond the bound: the writer waits for the one that is made."""
     copying, go = threading.Event(), threading.Event()
-    real = module._Copy.pieces
+    real = module._StagingCopy.pieces
 
     def pieces(copy: Any, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         copying.set()
         assert go.wait(WAIT_S)
         yield from real(copy, memory)
 
-    monkeypatch.setattr(module._Copy, "pieces", pieces)
+    monkeypatch.setattr(module._StagingCopy, "pieces", pieces)
     state = {"a": torch.arange(6.0).reshape(2, 3).t()}
     staged, items = _staged(state)
     caller = _waiting(staged)
@@ -220,7 +220,7 @@ def test_the_memory_is_not_given_away_under_the_callers_hands(
     def pieces(copy: object, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, Target]]:
         yield torch.zeros(1), Target()
 
-    monkeypatch.setattr(module._Copy, "pieces", pieces)
+    monkeypatch.setattr(module._StagingCopy, "pieces", pieces)
     staged, _ = _staged(_state())
     lease = staged._lease
     assert lease is not None

@@ -33,8 +33,8 @@ from torch.distributed.tensor import Replicate, Shard
 import ckptfs
 import ckptfs._torch as ckptfs_torch
 from ckptfs.dcp.metadata.metadata_reader import (
-    Columns,
     Inventory,
+    MetadataColumns,
     SavedTensor,
     decode_metadata,
     read_inventory,
@@ -43,7 +43,7 @@ from ckptfs.dcp.metadata.metadata_writer import encode_metadata
 from ckptfs.dcp.metadata.torch_inventory import Renamed, TorchInventory
 from ckptfs.dcp.planning.state_dicts import flat_to_load, marked_key, unmarked_key, view_for
 from ckptfs.dcp.read.load_planner import LoadPlanner, RequestedKeys, unexpected_keys
-from ckptfs.dcp.read.read_plan import Read, meetings
+from ckptfs.dcp.read.read_plan import PlannedRead, meetings
 from ckptfs.errors import IntegrityError, ManifestError, StateError
 from ckptfs.storage.registry import open_storage
 from tests.dcp.fake_ranks import fake_rank, our_save, stock_save
@@ -79,7 +79,7 @@ def test_what_every_torch_wrote_is_read_in_columns(torch_version: str) -> None:
     """Metadata of four versions of torch: none goes the long way, and all is as its unpickler says."""
     raw = (FORMATS / f"torch-{torch_version}" / ".metadata").read_bytes()
     inventory = read_inventory(raw, "here")
-    assert isinstance(inventory, Columns)
+    assert isinstance(inventory, MetadataColumns)
     says_the_same(inventory, decode_metadata(raw, "here"))
 
 
@@ -120,7 +120,7 @@ def test_columns_are_what_is_unpickled(
             our_save(open_storage(place), *build(where, shape))
         raw = (Path(place) / ".metadata").read_bytes()
     inventory = read_inventory(raw, "here")
-    assert isinstance(inventory, Columns)
+    assert isinstance(inventory, MetadataColumns)
     says_the_same(inventory, pickle.loads(raw))
     assert inventory.metadata() == pickle.loads(raw)
 
@@ -348,8 +348,8 @@ def test_a_hint_of_an_equal_chunk_elsewhere_is_not_believed(hint: int) -> None:
     assert (found.chunk, *found.in_chunk, *found.lengths) == (2, 0, 0, 1, 3)
 
 
-def plain(read: Read) -> tuple[Any, ...]:
-    """What a Read says, with its memory as address, shape and strides."""
+def plain(read: PlannedRead) -> tuple[Any, ...]:
+    """What a PlannedRead says, with its memory as address, shape and strides."""
     target = read.target
     memory = target is not None and (target.data_ptr(), tuple(target.shape), target.stride())
     numbers = (read.sizes, read.box_offsets, read.box_lengths)
@@ -366,14 +366,14 @@ def as_stock_plans(state: dict[str, Any], metadata: Metadata) -> list[tuple[Any,
         at = (item.storage_index.fqn, place.relative_path, place.offset, place.length)
         saved = metadata.state_dict_metadata[item.storage_index.fqn]
         if isinstance(saved, BytesStorageMetadata):
-            told.append(plain(Read(*at)))
+            told.append(plain(PlannedRead(*at)))
             continue
         if not math.prod(item.lengths):
             continue
         [sizes] = [c.sizes for c in saved.chunks if c.offsets == item.storage_index.offset]
         target = planner.resolve_tensor(item)
         box = (item.storage_offsets, item.lengths)
-        told.append(plain(Read(*at, sizes, saved.properties.dtype, *box, target)))
+        told.append(plain(PlannedRead(*at, sizes, saved.properties.dtype, *box, target)))
     return told
 
 
@@ -516,7 +516,7 @@ def test_metadata_of_a_big_world_makes_nothing_of_torchs() -> None:
         }
         planner = LoadPlanner()
         planner.set_up_planner(state)
-        reads: list[Read] = []
+        reads: list[PlannedRead] = []
         seen = calls_of(lambda: reads.extend(planner.create_reads(read_inventory(raw, "here"))))
     assert len(reads) == 20
     assert seen["MetadataIndex.__hash__"] == seen["MetadataIndex.__init__"] == 0

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import ckptfs
 from ckptfs.commit.log.entries import Fence, decode_entry
-from ckptfs.commit.ownership.lease import Watch
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.ownership.lease import LeaseWatch
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.changing import set_pin
 from ckptfs.tools.verifying import verify
@@ -116,18 +116,18 @@ def test_a_name_that_is_taken_meanwhile_is_replaced_and_nothing_is_written_twice
     written is sealed.
     """
     run = tmp_path / "run"
-    prepare, writes = Attempt._prepare, []
+    prepare, writes = SaveAttempt._prepare, []
 
-    def overtaken(self: Attempt, files: Any) -> None:
+    def overtaken(self: SaveAttempt, files: Any) -> None:
         prepare(self, files)
         writes.append(sorted(files))
         if len(writes) == 1:
             writes.append([])
-            monkeypatch.setattr(Attempt, "_prepare", prepare)
+            monkeypatch.setattr(SaveAttempt, "_prepare", prepare)
             ckptfs.save(OLD, run / "step_1")
-            monkeypatch.setattr(Attempt, "_prepare", overtaken)
+            monkeypatch.setattr(SaveAttempt, "_prepare", overtaken)
 
-    monkeypatch.setattr(Attempt, "_prepare", overtaken)
+    monkeypatch.setattr(SaveAttempt, "_prepare", overtaken)
     save(run / "step_1")
     first, _, second = writes
     assert len(first) > 1
@@ -147,15 +147,15 @@ def test_a_name_that_is_taken_meanwhile_in_a_held_run_leaves_nothing_behind(
 ) -> None:
     """Its owner lives: RunBusyError, and what was written goes."""
     run = tmp_path / "run"
-    prepare = Attempt._prepare
+    prepare = SaveAttempt._prepare
     held = ckptfs.prepare_run(run)
 
-    def overtaken(self: Attempt, files: Any) -> None:
+    def overtaken(self: SaveAttempt, files: Any) -> None:
         prepare(self, files)
-        monkeypatch.setattr(Attempt, "_prepare", prepare)
+        monkeypatch.setattr(SaveAttempt, "_prepare", prepare)
         ckptfs.save(OLD, run / "step_1", run=held)
 
-    monkeypatch.setattr(Attempt, "_prepare", overtaken)
+    monkeypatch.setattr(SaveAttempt, "_prepare", overtaken)
     with held, pytest.raises(ckptfs.RunBusyError):
         by_save(run / "step_1")
     assert torch.equal(loaded(run / "step_1"), OLD["w"])
@@ -312,16 +312,16 @@ def test_a_call_waits_for_another_call(
     save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It finds the run claimed, the other one ends, and both have committed."""
-    run, look = tmp_path / "run", Watch.look
+    run, look = tmp_path / "run", LeaseWatch.look
     ckptfs.save(OLD, run / "step_1")
     ckptfs.save(OLD, run / "step_2")
     with replacing(run) as go_on:
 
-        def looks(self: Watch, for_s: float) -> Any:
+        def looks(self: LeaseWatch, for_s: float) -> Any:
             go_on()
             return look(self, for_s)
 
-        monkeypatch.setattr(Watch, "look", looks)
+        monkeypatch.setattr(LeaseWatch, "look", looks)
         save(run / "step_2")
     assert torch.equal(loaded(run / "step_2"), NEW["w"])
     assert [c.step for c in ckptfs.list_checkpoints(run)] == [1, 2]

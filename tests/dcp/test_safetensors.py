@@ -11,7 +11,7 @@ import torch
 
 import ckptfs
 from ckptfs.dcp.metadata.torch_names import dtype_of
-from ckptfs.dcp.safetensors.safetensors_format import Entry, encode_header, encode_index
+from ckptfs.dcp.safetensors.safetensors_format import TensorEntry, encode_header, encode_index
 from ckptfs.errors import (
     CollectiveError,
     CommitConflictError,
@@ -60,7 +60,8 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor], **metadata: str) ->
     """A safetensors file by anybody."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = [
-        Entry(key, dtype_of(value.dtype), tuple(value.shape)) for key, value in tensors.items()
+        TensorEntry(key, dtype_of(value.dtype), tuple(value.shape))
+        for key, value in tensors.items()
     ]
     head, header = encode_header(entries, metadata)
     data = [tensors[e.key].contiguous().flatten().view(torch.uint8).numpy() for e in header.entries]

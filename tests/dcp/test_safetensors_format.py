@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ckptfs.dcp.metadata.torch_names import DTYPES
 from ckptfs.dcp.safetensors import safetensors_format as format_of
-from ckptfs.dcp.safetensors.exporter import Held, order, plan_files
+from ckptfs.dcp.safetensors.exporter import HeldTensor, order, plan_files
 from ckptfs.dcp.safetensors.safetensors_format import (
-    Entry,
+    TensorEntry,
     decode_header,
     decode_index,
     encode_header,
@@ -27,7 +27,7 @@ KEYS = st.text(min_size=1, max_size=8).filter(lambda key: key != "__metadata__")
 KINDS = st.sampled_from([DTYPES[n] for n in ("float64", "bfloat16", "float8_e4m3fn", "bool")])
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 ENTRIES = st.dictionaries(KEYS, st.tuples(KINDS, SHAPES), max_size=6).map(
-    lambda found: [Entry(key, *rest) for key, rest in found.items()]
+    lambda found: [TensorEntry(key, *rest) for key, rest in found.items()]
 )
 
 
@@ -39,7 +39,7 @@ def file_of(described: Any, data: bytes = b"") -> tuple[bytes, int]:
 
 @settings(max_examples=100, deadline=None)
 @given(ENTRIES, st.dictionaries(KEYS, st.text(max_size=5), max_size=3))
-def test_what_is_encoded_comes_back(entries: list[Entry], metadata: dict[str, str]) -> None:
+def test_what_is_encoded_comes_back(entries: list[TensorEntry], metadata: dict[str, str]) -> None:
     """Any tensors and metadata; each begins aligned, right behind the one before."""
     head, header = encode_header(entries, metadata)
     size = header.size_bytes + sum(entry.size_bytes for entry in entries)
@@ -54,7 +54,9 @@ def test_what_is_encoded_comes_back(entries: list[Entry], metadata: dict[str, st
 
 @settings(max_examples=120, deadline=None)
 @given(ENTRIES, st.data())
-def test_a_changed_header_never_leads_out_of_its_file(entries: list[Entry], data: Any) -> None:
+def test_a_changed_header_never_leads_out_of_its_file(
+    entries: list[TensorEntry], data: Any
+) -> None:
     """Whatever byte is changed: refused with a typed error, or every tensor is still in the file."""
     head, header = encode_header(entries, {"format": "pt"})
     size = header.size_bytes + sum(entry.size_bytes for entry in entries)
@@ -107,7 +109,7 @@ def test_two_tensors_never_share_bytes() -> None:
 
 def test_a_file_that_is_cut_short_is_an_integrity_error() -> None:
     """In the length, in the header, and in the data; a huge length is refused, not allocated."""
-    head, header = encode_header([Entry("a", DTYPES["float32"], (4,))], {})
+    head, header = encode_header([TensorEntry("a", DTYPES["float32"], (4,))], {})
     for size, raw in ((4, head[:4]), (header.size_bytes - 1, head[:8]), (len(head) + 15, head)):
         with pytest.raises(IntegrityError, match="cut short"):
             decode_header(raw, size, "here")
@@ -127,9 +129,14 @@ def test_an_index_names_files_of_its_own_directory_only() -> None:
             decode_index(raw, "here")
 
 
-def held(*sizes: int, ranks: Callable[[int], tuple[int, ...]] = lambda _: (0, 1)) -> list[Held]:
+def held(
+    *sizes: int, ranks: Callable[[int], tuple[int, ...]] = lambda _: (0, 1)
+) -> list[HeldTensor]:
     """Tensors of so many bytes."""
-    return [Held(Entry(f"t{n}", DTYPES["int8"], (size,)), ranks(n)) for n, size in enumerate(sizes)]
+    return [
+        HeldTensor(TensorEntry(f"t{n}", DTYPES["int8"], (size,)), ranks(n))
+        for n, size in enumerate(sizes)
+    ]
 
 
 def test_files_are_filled_up_to_the_limit_and_shared_out() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.dcp.read.data_file import Cutting, Gatherer, Owner, Request, Want
+from ckptfs.dcp.read.data_file import Cutting, Gatherer, ItemProgress, Request, Want
 
 KIB = 1 << 10
 _SIZES = st.integers(1, 300 * KIB)
@@ -22,7 +22,7 @@ def test_a_byte_that_nobody_asked_for_saves_a_request(asked: list[tuple[int, int
     for hole, size in asked:
         start = at + hole
         at, wanted = start + size, wanted + size
-        requests += gatherer.add(Want(start, at, Owner(), "w", memoryview(bytearray(size))))
+        requests += gatherer.add(Want(start, at, ItemProgress(), "w", memoryview(bytearray(size))))
     requests += gatherer.flush()
     read = sum(request.stop - request.start for request in requests)
     assert sum(len(request.wants) for request in requests) == len(asked)

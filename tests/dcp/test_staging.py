@@ -28,7 +28,7 @@ from ckptfs.dcp.async_api import SaveResources, begin_in_background
 from ckptfs.dcp.pending import PendingSave, Watch
 from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.dcp.staging.buffers import HostBuffers
-from ckptfs.dcp.staging.staging import Staged, copy_into, pack, packed_bytes, stage
+from ckptfs.dcp.staging.staging import StagedState, copy_into, pack, packed_bytes, stage
 from ckptfs.dcp.worker import SaveWorker
 from ckptfs.errors import CollectiveError, NoSpaceError, StateError
 from ckptfs.events import Event, SaveResult
@@ -186,7 +186,7 @@ class Background:
         target = self.session.storage.root / name
         pending = PendingSave(str(target), 1)
 
-        def save(staged: Staged, watch: Watch) -> SaveResult:
+        def save(staged: StagedState, watch: Watch) -> SaveResult:
             options, tell = WriteOptions(), self.events.append
             return save_at(
                 staged, self.session, target, SaveSpec(name, 1), options, tell=tell, watch=watch

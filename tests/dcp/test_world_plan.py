@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckptfs.dcp.planning.columns import Interned, decode_structure, structure_of
-from ckptfs.dcp.planning.global_plan import Table, World, copies_for, table_of, world_of
+from ckptfs.dcp.planning.global_plan import AgreedPlan, Table, copies_for, table_of, world_of
 from ckptfs.dcp.write.pipeline import item_bytes
 from ckptfs.errors import StateError
 from tests.dcp.random_worlds import broken, shard_item, worlds
@@ -35,7 +35,7 @@ def _same(ours: Metadata, stock: Metadata) -> None:
     assert list(ours.planner_data) == list(stock.planner_data)
 
 
-def _same_choice(world: World, chosen: list[SavePlan]) -> None:
+def _same_choice(world: AgreedPlan, chosen: list[SavePlan]) -> None:
     # An item that a rank has twice has one place, and one hint: the last.
     hints = {i.index: i.index.index for plan in chosen for i in plan.items}
     named = [[(i.index, hints[i.index]) for i in plan.items] for plan in chosen]

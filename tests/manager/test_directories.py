@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ckptfs
 from ckptfs.commit.directory_checkpoints.read import sweep
-from ckptfs.commit.directory_checkpoints.write import Listed, share_files, writing_directory
+from ckptfs.commit.directory_checkpoints.write import LocalFile, share_files, writing_directory
 from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import Place, start_session
@@ -590,9 +590,9 @@ def test_each_file_is_sent_once_by_a_rank_that_sees_it(
 ) -> None:
     """In every domain, whatever nodes see: nothing is left out, nothing is sent twice."""
     nodes = [f"n{n}" for n in range(len(seen)) for _ in range(per_node)]
-    listings: list[tuple[Listed, ...] | None] = [None] * len(nodes)
+    listings: list[tuple[LocalFile, ...] | None] = [None] * len(nodes)
     for node, files in enumerate(seen):
-        listings[node * per_node] = tuple(Listed(f, ord(f), 7) for f in sorted(files))
+        listings[node * per_node] = tuple(LocalFile(f, ord(f), 7) for f in sorted(files))
     everyone = list(range(len(nodes)))
     domains = [everyone[n : n + per_node] for n in everyone[::per_node]] if apart else [everyone]
     if not any(seen):

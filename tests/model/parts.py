@@ -16,7 +16,7 @@ from typing import Any
 from ckptfs.commit.catalog.catalog import find
 from ckptfs.commit.decisions import may_seal_part
 from ckptfs.commit.delete.deletion_steps import discard_own_attempt, lies_nowhere, record_removal
-from ckptfs.commit.log.append import Means, Refused, append_here, catch_up
+from ckptfs.commit.log.append import Means, RefusedAppend, append_here, catch_up
 from ckptfs.commit.log.entries import Generation, Kind, Part, PartRef, Seal
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
 from ckptfs.commit.operations import Read
@@ -197,7 +197,7 @@ def driver_again(what: Whole, domains: tuple[str, ...] = ("A",)) -> Steps:
     for domain in taken.everywhere:
         means = Means(domain, what.caps, ids(f"again-{what.save_id}-{domain}"))
         program = record_removal(taken, means.held_by(what.gen), views[domain])
-        if isinstance((yield from on(domain, program)), Refused):
+        if isinstance((yield from on(domain, program)), RefusedAppend):
             return "lies there"
     del views, program, taken, means
     return (yield from driver(what))
@@ -211,7 +211,7 @@ def _commit(what: Whole, means: Means, state: Any) -> Steps:
     seal = what.seal(what.gen, seq)
     outcome = yield from on(home, owner_steps.seal_save(seal, means, state, replace=what.replace))
     state = outcome.state
-    if isinstance(outcome, Refused):
+    if isinstance(outcome, RefusedAppend):
         yield home, Tell(("failed", what.save_id))
         return f"refused {outcome.reason}"
     yield home, Tell(("acknowledged", what.save_id))
@@ -266,7 +266,7 @@ def part_saver(part: PartWhat, domain: str) -> Steps:
         outcome = yield from on(
             domain, append_here(lambda seen: may_seal_part(seen, entry), means, state)
         )
-        sealed = not isinstance(outcome, Refused)
+        sealed = not isinstance(outcome, RefusedAppend)
         del outcome, state, known
         return (yield from _part_verdict(part, domain, means, base, sealed=sealed))
     except CkptfsError as error:

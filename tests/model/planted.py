@@ -19,7 +19,7 @@ from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.delete import delete_checkpoint, deletion_steps, erase, trash
 from ckptfs.commit.log import append as log
 from ckptfs.commit.log import fold
-from ckptfs.commit.log.append import Appended, Refused
+from ckptfs.commit.log.append import Appended, RefusedAppend
 from ckptfs.commit.log.entries import GENESIS, Entry, Generation, Stamp
 from ckptfs.commit.log.saves import Saves
 from ckptfs.commit.operations import (
@@ -185,14 +185,14 @@ def _unlinking_below_a_snapshot() -> list[Patch]:
 
 def _manifest_from_a_fixed_key() -> list[Patch]:
     def find(seal: Any, shape: Any, where: Any) -> Steps:
-        from ckptfs.commit.catalog.catalog import Found
+        from ckptfs.commit.catalog.catalog import LocatedCheckpoint
         from ckptfs.commit.manifest import decode_manifest, digest_of
         from ckptfs.errors import IntegrityError
 
         raw = yield Read(f"{seal.name}/ckptfs.json")
         if digest_of(raw) != seal.digest:
             raise IntegrityError("the manifest is another one")
-        return Found(seal.name, "", decode_manifest(raw, where), seal)
+        return LocatedCheckpoint(seal.name, "", decode_manifest(raw, where), seal)
 
     return [(programs, "find", find)]
 
@@ -332,7 +332,7 @@ def _decided_once() -> list[Patch]:
     ) -> Steps:
         state = yield from log.catch_up(state or tried)
         body = decide(state)
-        if isinstance(body, Refused):
+        if isinstance(body, RefusedAppend):
             return body
         while True:
             number = state.next
@@ -348,7 +348,7 @@ def _plain_saves_ignore_fences() -> list[Patch]:
 
     def may_seal(state: Any, seal: Any, *, replace: bool) -> Any:
         found = real(state, seal, replace=replace)
-        if isinstance(found, Refused) and found.reason is Refusal.FENCED and not seal.fenced:
+        if isinstance(found, RefusedAppend) and found.reason is Refusal.FENCED and not seal.fenced:
             return seal
         return found
 

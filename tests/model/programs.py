@@ -20,7 +20,7 @@ from ckptfs.commit.decisions import Refusal, may_claim, unreleased
 from ckptfs.commit.delete import deletion_steps
 from ckptfs.commit.delete.delete_checkpoint import remove_unheld
 from ckptfs.commit.delete.deletion_steps import delete_save, lies_nowhere, record_removal
-from ckptfs.commit.log.append import Appended, Means, Refused, append, append_here, catch_up
+from ckptfs.commit.log.append import Appended, Means, RefusedAppend, append, append_here, catch_up
 from ckptfs.commit.log.entries import Fence, FenceMode, Generation, Kind, Outcome, Seal, Stamp
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
@@ -321,7 +321,7 @@ def _save(
         program = append_here(lambda seen: may_swap(seen, seal, expected), means, state)
     outcome = yield from on(domain, program)
     del program
-    sealed = not isinstance(outcome, Refused)
+    sealed = not isinstance(outcome, RefusedAppend)
     state = outcome.state
     reason = "" if sealed else str(outcome.reason)
     del outcome
@@ -376,7 +376,7 @@ def _shows(what: What, domain: str) -> Steps:
     return there == what.metadata
 
 
-def may_swap(state: LogState, seal: Seal, expected: Seal) -> Seal | Refused[Refusal]:
+def may_swap(state: LogState, seal: Seal, expected: Seal) -> Seal | RefusedAppend[Refusal]:
     """Seal without a fence in the place of one save, if that is the newest of its name in this log."""
     same = [
         save
@@ -388,7 +388,7 @@ def may_swap(state: LogState, seal: Seal, expected: Seal) -> Seal | Refused[Refu
     ]
     newest = max(same, key=lambda save: save.sealed_at or 0, default=None)
     if newest is None or newest.save_id != expected.save_id or newest.deleted:
-        return Refused(Refusal.CONFLICT, state)
+        return RefusedAppend(Refusal.CONFLICT, state)
     return decisions.may_seal(state, seal, replace=True)
 
 
@@ -397,7 +397,7 @@ def clearer(gen: Generation, after: What, caps: Capabilities) -> Steps:
     yield "A", Hear((("finished", after.save_id, "A"),))
     means = Means("A", caps, ids(f"clear-{after.save_id}"))
     outcome = yield from on("A", owner_steps.clear(means.held_by(gen), None))
-    return "fenced" if isinstance(outcome, Refused) else "cleared"
+    return "fenced" if isinstance(outcome, RefusedAppend) else "cleared"
 
 
 def retirer(gen: Generation, name: str, caps: Capabilities, *, turns: bool = True) -> Steps:
@@ -413,7 +413,7 @@ def retirer(gen: Generation, name: str, caps: Capabilities, *, turns: bool = Tru
     save_id = found[-1].save_id
     program = deletion_steps.retire(found[-1], means, views["A"], reason="keep", together={save_id})
     outcome = yield from on("A", program)
-    if isinstance(outcome, Refused):
+    if isinstance(outcome, RefusedAppend):
         return f"refused {outcome.reason}"
     yield "A", Tell(("retired", save_id))
     del views, found, outcome
@@ -490,7 +490,7 @@ def saver_again(what: What, spec: Holder) -> Steps:
         "A",
         record_removal(taken, means.held_by(spec.gen), state),
     )
-    if isinstance(done, Refused):
+    if isinstance(done, RefusedAppend):
         return "lies there"
     del state, done
     return (yield from saver(what, "A"))
@@ -517,10 +517,10 @@ def saver_replacing(what: What, spec: Holder) -> Steps:
     yield from _write(what, "A")
     seal = what.seal(base, next_seq(base, {"A": state}, fenced=False))
     outcome = yield from on("A", owner_steps.seal_save(seal, means, state, replace=False))
-    if isinstance(outcome, Refused) and outcome.reason is Refusal.CONFLICT:
+    if isinstance(outcome, RefusedAppend) and outcome.reason is Refusal.CONFLICT:
         del state, outcome, seal
         return (yield from _seal_again(fenced, base, spec, means))
-    if isinstance(outcome, Refused):
+    if isinstance(outcome, RefusedAppend):
         reason = outcome.reason
         del state, outcome, seal
         yield from on("A", owner_steps.undo(what.keys, base, means))
@@ -541,7 +541,7 @@ def _seal_again(what: What, base: Generation, spec: Holder, means: Means) -> Ste
     manifest = {"ckptfs.json": what.small()["ckptfs.json"]}
     yield from on("A", owner_steps.prepare(what.keys, manifest))
     outcome = yield from on("A", owner_steps.seal_save(seal, means, state, replace=True))
-    if isinstance(outcome, Refused):
+    if isinstance(outcome, RefusedAppend):
         reason = outcome.reason
         del state, outcome, seal
         yield from on("A", owner_steps.undo(what.keys, spec.gen, means))
@@ -662,7 +662,7 @@ def _fence(spec: Holder, judged: dict[str, Generation], own: Iterator[str]) -> S
             write_id=next(own),
         )
         outcome = yield from on(domain, program)
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, RefusedAppend):
             beaten = True
         else:
             folded[domain] = outcome.state
@@ -690,7 +690,7 @@ def _delete(spec: Holder, name: str, own: Iterator[str]) -> Steps:
                 found[-1], views, Means(domain, spec.caps, own).held_by(spec.gen), reason="asked"
             ),
         )
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, RefusedAppend):
             return
         views = {**views, domain: outcome.state}
 

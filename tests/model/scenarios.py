@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
-from ckptfs.commit.log.append import Means, Refused, append_here
+from ckptfs.commit.log.append import Means, RefusedAppend, append_here
 from ckptfs.commit.log.entries import (
     Body,
     Decided,
@@ -930,7 +930,7 @@ def _both_sealed(
             program = append_here(lambda seen: may_swap(seen, seal, expected), means, None)
         out = yield from on(domain, program)
         del program
-        if isinstance(out, Refused):
+        if isinstance(out, RefusedAppend):
             break
         states[domain] = out.state
     if len(states) < len(order):

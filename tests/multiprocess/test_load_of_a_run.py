@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.errors import StateError
 from tests.multiprocess.harness import WAIT_S, Rank, launch
 
@@ -45,9 +45,9 @@ def load_beside_a_save(rank: Rank) -> list[float]:
     rank.init_group()
     run = rank.args["run"]
     preparing, loaded = threading.Event(), threading.Event()
-    follow = Attempt._prepare
+    follow = SaveAttempt._prepare
 
-    def waits(attempt: Attempt, *args: Any) -> Any:
+    def waits(attempt: SaveAttempt, *args: Any) -> Any:
         preparing.set()
         assert loaded.wait(WAIT_S)
         return follow(attempt, *args)
@@ -55,7 +55,7 @@ def load_beside_a_save(rank: Rank) -> list[float]:
     with ckptfs.prepare_run(run, timeout_s=SILENCE_S) as held:
         ckptfs.save(state_of(rank.number, 1), f"{run}/step_1", run=held)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Attempt, "_prepare", waits)
+            patch.setattr(SaveAttempt, "_prepare", waits)
             pending = ckptfs.async_save(state_of(rank.number, 2), f"{run}/step_2", run=held)
             assert preparing.wait(WAIT_S)
             found = state_of(rank.number, 0)

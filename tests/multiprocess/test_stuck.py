@@ -18,7 +18,7 @@ import torch
 
 import ckptfs
 from ckptfs.commit.save import sealing
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.control.control import Control, open_control
 from ckptfs.retention.deletion import Retirer
 from ckptfs.storage.base import Storage
@@ -113,7 +113,7 @@ def seals_aside(rank: Rank) -> tuple[str, str]:
     rank.init_group()
     if rank.number == 0:
         storage = open_storage(Uri.parse(rank.args["pipes"]))
-        at: tuple[Any, str] = (Attempt, "_finish_here")
+        at: tuple[Any, str] = (SaveAttempt, "_finish_here")
         if rank.args["at"] == "seal":
             at = (sealing, "append_here")
         follow = getattr(*at)

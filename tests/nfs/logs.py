@@ -12,7 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ckptfs.commit.log.append import Appended, Refused, append, catch_up, make_log, write_snapshot
+from ckptfs.commit.log.append import (
+    Appended,
+    RefusedAppend,
+    append,
+    catch_up,
+    make_log,
+    write_snapshot,
+)
 from ckptfs.commit.log.entries import Body, Fence, FenceMode, Generation, Pin, decode_entry
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import Program, drive
@@ -72,7 +79,7 @@ def make(run: str) -> None:
 def _append(
     store: LocalStorage, write_id: str, decide: Callable[[LogState], Body], state: LogState | None
 ) -> Appended:
-    program: Program[Appended | Refused[str]] = append(decide, write_id=write_id, state=state)
+    program: Program[Appended | RefusedAppend[str]] = append(decide, write_id=write_id, state=state)
     done = drive(program, store)
     assert isinstance(done, Appended)
     return done

@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar
 
 from ckptfs.control.control import Control
 from ckptfs.control.messages import (
-    Verdict,
+    StepVerdict,
     attempt,
     decode_message,
     decode_verdict,
@@ -132,7 +132,7 @@ class _Step:
     """One step under way: what was said so far, and the answer once there is one."""
 
     said: dict[int, bytes] = field(default_factory=dict)
-    verdict: Verdict[Any] | None = None
+    verdict: StepVerdict[Any] | None = None
     pieces: list[bytes] = field(default_factory=list)
 
 
@@ -183,7 +183,7 @@ class _Ring:
         pieces: list[bytes] = []
         missing = [r for r in range(len(self.worlds)) if r not in step.said]
         if missing or rank:
-            verdict: Verdict[Any] = Verdict(error=self._lost(label, missing))
+            verdict: StepVerdict[Any] = StepVerdict(error=self._lost(label, missing))
         else:
             said = [decode_message(step.said[r]) for r in range(len(self.worlds))]
             verdict, raised = settle(said, decide, self.worlds)
@@ -192,7 +192,7 @@ class _Ring:
             data, pieces = encode_verdict(common), list(each)
         except Exception as error:  # noqa: BLE001 - pickle raises anything
             failures = {0: failure_of(error, self.worlds[0])}
-            data = encode_verdict(Verdict(error=collective_error(label, failures, self.worlds)))
+            data = encode_verdict(StepVerdict(error=collective_error(label, failures, self.worlds)))
         sizes = sum(len(value) for r, value in step.said.items() if r)
         apart = sum(map(len, pieces[1:]))
         self.costs.append(StepCost(label, sizes, len(data), apart, time.perf_counter() - began))
@@ -269,7 +269,7 @@ class LockstepControl:
             self._ring.forget(key)
         if raised is not None and not isinstance(raised, Exception):
             raise raised
-        verdict: Verdict[Any] = step.verdict  # type: ignore[assignment] # decided above or before
+        verdict: StepVerdict[Any] = step.verdict  # type: ignore[assignment] # decided above or before
         if verdict.apart:
             verdict = joined(verdict, step.pieces[self.rank])
         return verdict.unwrap(problem or raised)

@@ -44,7 +44,7 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.ownership.lease import LeaseTimes
 from ckptfs.commit.ownership.run import Run, agreeing_target
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import SaveSpec
 from ckptfs.commit.session import Place, RunSession, agree_uri, start_session
 from ckptfs.control.control import Control
@@ -234,7 +234,7 @@ def _save(run: Run, sizes: Sizes, step: int) -> None:
     given = str(storage.uri(f"step_{step}"))
     target, agreeing = agreeing_target(run, given, PLANNING)
     domains = {d.id: d.ranks for d in session.placement.domains}
-    attempt = Attempt(session, SaveSpec(target.name, step, run=run.generation))
+    attempt = SaveAttempt(session, SaveSpec(target.name, step, run=run.generation))
     planned, _ = plan_at(Shard(sizes), session, attempt, WriteOptions(threads=1), agreeing)
     attempt.begin()
     attempt.commit(

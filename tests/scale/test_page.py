@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint
 from ckptfs.commit.catalog.locate import following, reading_session
 from ckptfs.commit.session import Place
 from ckptfs.control.control import Control
@@ -62,7 +62,7 @@ def _load_through(control: Control, target: Path) -> None:
         metadata = MetadataAhead(session)
         state = {"w": torch.ones(4)}
 
-        def load(found: Found) -> None:
+        def load(found: LocatedCheckpoint) -> None:
             load_at(state, session, at, found, metadata)
 
         following(session, name, load, metadata.read)

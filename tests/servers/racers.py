@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import SaveSpec, WrittenPart
 from ckptfs.commit.session import Place, RunSession, open_session
 from ckptfs.control.control import open_control
@@ -69,7 +69,7 @@ def race(job: Job) -> list[list[Outcome]]:
 
 def save_once(session: RunSession, name: str, together: Barrier) -> Outcome:
     """One writer's save of ``name``; one that fails early lets the others continue."""
-    attempt = Attempt(session, SaveSpec(name, None))
+    attempt = SaveAttempt(session, SaveSpec(name, None))
 
     def write() -> WrittenPart:
         with session.storage.open_write(f"{attempt.prefix}__0_0.distcp") as writer:

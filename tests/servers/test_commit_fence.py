@@ -12,7 +12,7 @@ import ckptfs
 from ckptfs.commit.catalog.catalog import read_view
 from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.delete.deletion_steps import delete_save
-from ckptfs.commit.log.append import Refused
+from ckptfs.commit.log.append import RefusedAppend
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.run import Run
 from ckptfs.errors import CkptfsError
@@ -125,7 +125,7 @@ def delete(run: Run, name: str) -> str:
     [seal] = [s.seal for s in views[view[0]].saves.values() if s.seal and s.seal.name == name]
     program = delete_save(seal, views, run.session.means().held_by(run.generation), reason="test")
     done = drive(program, run.session.storage)
-    return str(done.reason) if isinstance(done, Refused) else "deleted"
+    return str(done.reason) if isinstance(done, RefusedAppend) else "deleted"
 
 
 @pytest.fixture(params=["radosgw", "posix"])

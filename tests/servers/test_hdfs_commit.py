@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import ckptfs
-from ckptfs.commit.log.append import Appended, Refused, append, make_log
+from ckptfs.commit.log.append import Appended, RefusedAppend, append, make_log
 from ckptfs.commit.log.entries import Pin, decode_entry
 from ckptfs.commit.operations import drive
 from ckptfs.commit.paths import LOG
@@ -142,7 +142,7 @@ def _append(uri: str, options: dict[str, Any], who: int, together: Barrier) -> N
     log = None
     for turn in range(APPENDS):
         name = f"{who}-{turn}"
-        done: Appended | Refused[str] = drive(
+        done: Appended | RefusedAppend[str] = drive(
             append(lambda _, w=name: Pin(w), write_id=name, state=log),  # type: ignore[misc]
             storage,
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckptfs.commit.log.advisory_log import with_log
-from ckptfs.commit.log.append import Appended, Refused, append, make_log
+from ckptfs.commit.log.append import Appended, RefusedAppend, append, make_log
 from ckptfs.commit.log.entries import Pin
 from ckptfs.commit.operations import drive
 from ckptfs.errors import (
@@ -207,7 +207,7 @@ def test_hdfs_keeps_an_advisory_log(local_files: list[_LocalFiles], tmp_path: Pa
     logs = [with_log(store, store.capabilities, write=True) for _ in range(2)]
     drive(make_log(), logs[0])
     for who, log in enumerate(logs):
-        done: Appended | Refused[str] = drive(
+        done: Appended | RefusedAppend[str] = drive(
             append(lambda _, w=str(who): Pin(w), write_id=str(who)),  # type: ignore[misc]
             log,
         )

@@ -12,7 +12,7 @@ from ckptfs import errors
 from ckptfs.control.control import SoloControl
 from ckptfs.control.messages import (
     Message,
-    Verdict,
+    StepVerdict,
     decode_message,
     decode_verdict,
     encode_message,
@@ -33,7 +33,7 @@ EVERY_CLASS = [
 def test_every_ckptfs_error_arrives_as_itself(cls: type[CkptfsError]) -> None:
     """Class, text, uri, rank, node, hint and outcome are equal on the other side."""
     sent = cls("it failed", uri="file:///run", rank=3, node="n", hint="do", outcome="unknown")
-    got = decode_verdict(encode_verdict(Verdict(error=sent))).error
+    got = decode_verdict(encode_verdict(StepVerdict(error=sent))).error
     assert type(got) is cls
     assert str(got) == str(sent)
     assert vars(got).items() >= {k: v for k, v in vars(sent).items() if k != "__notes__"}.items()
@@ -43,7 +43,7 @@ def test_every_ckptfs_error_arrives_as_itself(cls: type[CkptfsError]) -> None:
 @pytest.mark.parametrize("value", [[None, None], [], ["a"], None])
 def test_what_is_common_stays_apart_from_the_pieces(value: object) -> None:
     """Also where it is the short form of a barrier's answer."""
-    got = decode_verdict(encode_verdict(Verdict(value=value, apart=True)))
+    got = decode_verdict(encode_verdict(StepVerdict(value=value, apart=True)))
     assert (got.value, got.apart) == (value, True)
 
 
@@ -51,12 +51,14 @@ def test_extra_attributes_survive() -> None:
     """The failures of a CollectiveError and the silent ranks of a DeadlineError travel."""
     failure = Failure(1, "n", "ckptfs.errors.NoSpaceError", "full", 28, "Traceback ...")
     sent = CollectiveError("failed", failures={1: failure})
-    got = decode_verdict(encode_verdict(Verdict(error=sent, final=True)))
+    got = decode_verdict(encode_verdict(StepVerdict(error=sent, final=True)))
     assert isinstance(got.error, CollectiveError)
     assert got.error.failures == {1: failure}
     assert got.error.all_are(NoSpaceError)
     assert got.final
-    late = decode_verdict(encode_verdict(Verdict(error=DeadlineError("late", silent=(2, 5))))).error
+    late = decode_verdict(
+        encode_verdict(StepVerdict(error=DeadlineError("late", silent=(2, 5))))
+    ).error
     assert isinstance(late, DeadlineError)
     assert late.silent == (2, 5)
 
@@ -83,7 +85,7 @@ def test_ranks_that_met_the_same_are_told_together(caplog: pytest.LogCaptureFixt
             made = collective_error("write", failures, worlds)
         assert not warned(caplog)
         assert str(settle(said, None, worlds)[0].error) == str(made)
-    got = decode_verdict(encode_verdict(Verdict(error=made))).error
+    got = decode_verdict(encode_verdict(StepVerdict(error=made))).error
     assert isinstance(got, CollectiveError)
     assert isinstance(got, NoSpaceError)
     assert str(got) == str(made)
@@ -136,7 +138,7 @@ class _OursError(NoSpaceError):
 
 def test_unknown_subclass_arrives_as_the_nearest_known_class() -> None:
     """A plug-in's own error is at least caught by what it derives from."""
-    got = decode_verdict(encode_verdict(Verdict(error=_OursError("full")))).error
+    got = decode_verdict(encode_verdict(StepVerdict(error=_OursError("full")))).error
     assert type(got) is NoSpaceError
     assert failure_of(_OursError("full"), World.solo()).type == "ckptfs.errors.NoSpaceError"
 
@@ -147,7 +149,7 @@ def test_values_round_trip(value: object, label: str) -> None:
     assert decode_message(encode_message(Message(label, value=value))) == Message(
         label, value=value
     )
-    assert decode_verdict(encode_verdict(Verdict(value=value))) == Verdict(value=value)
+    assert decode_verdict(encode_verdict(StepVerdict(value=value))) == StepVerdict(value=value)
 
 
 def test_failure_masks_credentials_everywhere() -> None:

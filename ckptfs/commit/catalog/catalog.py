@@ -88,7 +88,7 @@ from ckptfs.uri import Uri, options_of
 __all__ = [
     "CheckedViews",
     "Checkpoint",
-    "Found",
+    "LocatedCheckpoint",
     "Look",
     "Origin",
     "Sight",
@@ -161,7 +161,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LocatedCheckpoint:
     """Where the files of a checkpoint are now: file paths of the manifest are relative to ``home``.
 
     home: key of the step directory or of the attempt that has not been projected yet.
@@ -182,7 +182,7 @@ class Found:
         return frozenset(f.path for f in files if f.is_shared)
 
 
-def sealed_metadata(storage: Storage, found: Found) -> bytes:
+def sealed_metadata(storage: Storage, found: LocatedCheckpoint) -> bytes:
     """Return the content of the checkpoint's ``.metadata``.
 
     If there is a manifest with its digest, the bytes are compared with that.
@@ -320,7 +320,9 @@ def _named(seal: Seal | None, name: str) -> bool:
     return seal is not None and seal.name == split_name(name)[0]
 
 
-def find(seal: Seal, shape: Shape, where: Uri, *, with_metadata: bool = False) -> Program[Found]:
+def find(
+    seal: Seal, shape: Shape, where: Uri, *, with_metadata: bool = False
+) -> Program[LocatedCheckpoint]:
     """Find the files of a sealed save, before or after its projection.
 
     It accepts only the manifest with the sealed digest.
@@ -348,7 +350,9 @@ def find(seal: Seal, shape: Shape, where: Uri, *, with_metadata: bool = False) -
                 hint="the file was changed after the commit; restore it or load another checkpoint",
             )
         manifest = decode_manifest(raw, f"{where}/{seal.save_id}/{MANIFEST}")
-        return Found(data.rsplit("/", 1)[0], f"{data}/{METADATA}", manifest, seal, metadata)
+        return LocatedCheckpoint(
+            data.rsplit("/", 1)[0], f"{data}/{METADATA}", manifest, seal, metadata
+        )
     raise NotFoundError(
         f"save {seal.save_id} of {seal.name} is neither in progress nor projected: it was "
         "removed by hand, or this node cannot see it; if it was removed, run ckptfs rm "
@@ -384,7 +388,7 @@ def _afresh(directory: str) -> Program[None]:
     yield Refresh(directory)
 
 
-def unlogged(name: str, views: Views, where: Uri) -> Program[Found]:
+def unlogged(name: str, views: Views, where: Uri) -> Program[LocatedCheckpoint]:
     """Find a checkpoint that no log lists: copied here, or written by stock torch.
 
     A save that the log knows as deleted, overwritten or aborted is not one of them, even if files
@@ -397,12 +401,12 @@ def unlogged(name: str, views: Views, where: Uri) -> Program[Found]:
         if any(view.saves.knows_name(name) for view in views.values()):
             raise _gone(name, where) from None
         yield from _stock(name, where)
-        return Found(name, f"{name}/{METADATA}", None, None)
+        return LocatedCheckpoint(name, f"{name}/{METADATA}", None, None)
     manifest = decode_manifest(raw, f"{where}/{MANIFEST}")
     if is_of_log(name, manifest, views):
         raise _gone(name, where)
     # The directory may have been renamed when it was copied, so its name does not matter.
-    return Found(name, f"{name}/{manifest.save_id}/{METADATA}", manifest, None)
+    return LocatedCheckpoint(name, f"{name}/{manifest.save_id}/{METADATA}", manifest, None)
 
 
 def is_of_log(name: str, manifest: Manifest, views: Views) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptfs.commit.catalog.catalog import (
-    Found,
+    LocatedCheckpoint,
     find,
     is_run,
     list_live,
@@ -173,7 +173,7 @@ def _has_part(run: Uri, place: Place, step: str, part: str) -> bool:
     )
 
 
-def locate(session: RunSession, name: str) -> Found:
+def locate(session: RunSession, name: str) -> LocatedCheckpoint:
     """Find the files of checkpoint ``name`` for this rank. Collective, read-only.
 
     Raises:
@@ -190,8 +190,8 @@ def locate(session: RunSession, name: str) -> Found:
 
 
 def _search(
-    session: RunSession, name: str, visit: Callable[[Found], None] | None = None
-) -> tuple[Found, CollectiveError | None]:
+    session: RunSession, name: str, visit: Callable[[LocatedCheckpoint], None] | None = None
+) -> tuple[LocatedCheckpoint, CollectiveError | None]:
     """Find the files as ``locate`` does, and visit those of a save in the log in the same step. Collective.
 
     Returns:
@@ -199,7 +199,7 @@ def _search(
     """
     where = session.storage.uri(name)
     visit_error: list[Exception] = []
-    ahead: dict[str, Found | CkptfsError] = {}
+    ahead: dict[str, LocatedCheckpoint | CkptfsError] = {}
 
     def look(ids: Collection[str] | None) -> _LogReport | None:
         view = (
@@ -235,7 +235,7 @@ def _search(
         is_complete = all(one is None or one.is_complete for one in answers)
         return choice if choice.seal is not None or is_complete else None
 
-    def look_for(choice: _Choice) -> Found | _Miss | _Changed:
+    def look_for(choice: _Choice) -> LocatedCheckpoint | _Miss | _Changed:
         try:
             if choice.seal is None:
                 return drive(unlogged(name, choice.views, where), session.storage)
@@ -258,13 +258,13 @@ def _search(
         # Whether there ever was a save of this name is looked up among all saves, not only the
         # living ones.
         choice = chosen or session.control.step("look", lambda: look(None), choose)
-        held: list[Found] = []
+        held: list[LocatedCheckpoint] = []
 
         def here(
-            choice: _Choice = choice, held: list[Found] = held
+            choice: _Choice = choice, held: list[LocatedCheckpoint] = held
         ) -> _Miss | _Changed | _Unread | None:
             found = look_for(choice)
-            if not isinstance(found, Found):
+            if not isinstance(found, LocatedCheckpoint):
                 return found
             held.append(found)
             # A copy without a log is checked first.
@@ -307,7 +307,9 @@ def _is_run(session: RunSession, name: str) -> bool:
         return False  # it is no checkpoint, whatever else it is
 
 
-def _pop_found(ahead: dict[str, Found | CkptfsError], save_id: str) -> Found | None:
+def _pop_found(
+    ahead: dict[str, LocatedCheckpoint | CkptfsError], save_id: str
+) -> LocatedCheckpoint | None:
     """Return what was found ahead, and forget it. An error that was met there is raised."""
     found = ahead.pop(save_id, None)
     if isinstance(found, CkptfsError):
@@ -316,7 +318,7 @@ def _pop_found(ahead: dict[str, Found | CkptfsError], save_id: str) -> Found | N
 
 
 def _is_replaced_by_other(
-    session: RunSession, name: str, view: View, ahead: dict[str, Found | CkptfsError]
+    session: RunSession, name: str, view: View, ahead: dict[str, LocatedCheckpoint | CkptfsError]
 ) -> bool:
     """Whether another program's ``.metadata`` is in the place of this save's. One process of each domain checks
     this: loading our save would ignore the later one.
@@ -341,7 +343,10 @@ def _is_replaced_by_other(
 
 
 def _visit(
-    visit: Callable[[Found], None] | None, found: Found, control: Control, own: list[Exception]
+    visit: Callable[[LocatedCheckpoint], None] | None,
+    found: LocatedCheckpoint,
+    control: Control,
+    own: list[Exception],
 ) -> _Unread | None:
     """Visit what this rank found. The error, which goes to ``own`` too, is raised once all found their files."""
     try:
@@ -388,7 +393,10 @@ def _found(
 
 
 def following(
-    session: RunSession, name: str, load: Callable[[Found], T], visit: Callable[[Found], None]
+    session: RunSession,
+    name: str,
+    load: Callable[[LocatedCheckpoint], T],
+    visit: Callable[[LocatedCheckpoint], None],
 ) -> T:
     """Return the result of ``load`` for what ``locate`` finds. Collective, read-only.
 
@@ -416,13 +424,15 @@ def following(
     return _loaded(load, *_search(session, name, visit))
 
 
-def _loaded(load: Callable[[Found], T], found: Found, error: CollectiveError | None) -> T:
+def _loaded(
+    load: Callable[[LocatedCheckpoint], T], found: LocatedCheckpoint, error: CollectiveError | None
+) -> T:
     if error is not None:
         raise error
     return load(found)
 
 
-def _has_moved(session: RunSession, found: Found) -> bool:
+def _has_moved(session: RunSession, found: LocatedCheckpoint) -> bool:
     """Whether some rank finds the same save elsewhere now. Collective."""
 
     def look() -> bool:
@@ -440,7 +450,7 @@ def _has_moved(session: RunSession, found: Found) -> bool:
     return session.control.step("has it moved", look, any)
 
 
-def locate_directory(session: RunSession, name: str) -> Found:
+def locate_directory(session: RunSession, name: str) -> LocatedCheckpoint:
     """Collective, read-only. As ``locate``; also finds a directory of files that another tool wrote, without a
     manifest. IncompleteCheckpointError: on an object store, in a run, it may also be what an interrupted save of
     ours left, because plain names exist there before the commit.
@@ -476,10 +486,10 @@ def locate_directory(session: RunSession, name: str) -> Found:
 
     session.control.step("look at the directory", look, judge)
     logger.info("%s has no manifest: its files are read without one", session.storage.uri(name))
-    return Found(name, "", None, None)
+    return LocatedCheckpoint(name, "", None, None)
 
 
-def _check_copy(session: RunSession, found: Found, manifest: Manifest) -> None:
+def _check_copy(session: RunSession, found: LocatedCheckpoint, manifest: Manifest) -> None:
     """Check that every listed file of a copy without a log exists on some node. Collective."""
 
     def look() -> frozenset[str] | None:

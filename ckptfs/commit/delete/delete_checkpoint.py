@@ -20,7 +20,7 @@ from ckptfs.commit.catalog.catalog import looking_at
 from ckptfs.commit.decisions import Refusal, needs_claim, with_bytes
 from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, retire
 from ckptfs.commit.delete.trash import drop_trash, own_trash
-from ckptfs.commit.log.append import HolderMeans, Refused, catch_up
+from ckptfs.commit.log.append import HolderMeans, RefusedAppend, catch_up
 from ckptfs.commit.log.entries import Generation, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import MakeDir, Program, drive
@@ -117,7 +117,7 @@ def remove_save(
     if not state.save(seal.save_id).deleted:
         done = yield from retire(seal, means, known, reason="removed", together=(seal.save_id,))
         state = done.state
-        if isinstance(done, Refused):
+        if isinstance(done, RefusedAppend):
             if not state.save(seal.save_id).deleted:
                 return done.reason, state
             return Erasure.LATER, state  # another process was first, and moves the bytes

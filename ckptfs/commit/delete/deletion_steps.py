@@ -56,7 +56,7 @@ from ckptfs.commit.log.append import (
     Appended,
     HolderMeans,
     Means,
-    Refused,
+    RefusedAppend,
     append,
     append_here,
     catch_up_again,
@@ -126,14 +126,14 @@ def delete_save(
     *,
     reason: str,
     still: Callable[[LogState], bool] = lambda _: True,
-) -> Program[Appended | Refused[Refusal]]:
+) -> Program[Appended | RefusedAppend[Refusal]]:
     """Delete one committed save in this domain: the entry, its bytes, the entry that they are gone.
 
     views: The folded logs of all reached domains. still: As for ``enter_delete``.
     """
     state = views[means.domain]
     outcome = yield from enter_delete(seal.save_id, means, state, reason=reason, still=still)
-    if isinstance(outcome, Refused) and (
+    if isinstance(outcome, RefusedAppend) and (
         outcome.reason is Refusal.FENCED or not outcome.state.save(seal.save_id).deleted
     ):
         return outcome
@@ -147,16 +147,16 @@ def enter_delete(
     *,
     reason: str,
     still: Callable[[LogState], bool] = lambda _: True,
-) -> Program[Appended | Refused[Refusal]]:
+) -> Program[Appended | RefusedAppend[Refusal]]:
     """Append only the delete. Then the save is deleted, and its bytes may be removed at any time.
 
     still: Called with this domain's log at every try of the append. By then the save may be pinned,
     or may be the newest again.
     """
 
-    def decide(current: LogState) -> Delete | Refused[Refusal]:
+    def decide(current: LogState) -> Delete | RefusedAppend[Refusal]:
         if not still(current):
-            return Refused(Refusal.NOTHING, current)
+            return RefusedAppend(Refusal.NOTHING, current)
         return may_delete(current, save_id, means.holder, reason)
 
     return (yield from append_here(decide, means, state))
@@ -169,7 +169,7 @@ def finish_delete(
     *,
     trash: str | None = None,
     found: Mapping[str, ProjectedFiles] | None = None,
-) -> Program[Appended | Refused[Refusal]]:
+) -> Program[Appended | RefusedAppend[Refusal]]:
     """Remove the bytes of a save with a delete in this domain's log, and record this there.
 
     trash: The remover's own directory if it does not hold the run; None: the holder's.
@@ -177,13 +177,13 @@ def finish_delete(
     """
     state, where = views[means.domain], trash or trash_of(means.holder)
     if not (yield from erase(seal, views, means.domain, where, means.caps, found=found)):
-        return Refused(Refusal.NOTHING, state)
+        return RefusedAppend(Refusal.NOTHING, state)
     return (yield from _enter_gone(seal.save_id, means, state))
 
 
 def _enter_gone(
     save_id: str, means: HolderMeans, state: LogState
-) -> Program[Appended | Refused[Refusal]]:
+) -> Program[Appended | RefusedAppend[Refusal]]:
     return (
         yield from append_here(
             lambda current: may_forget(current, save_id, means.holder), means, state
@@ -297,7 +297,7 @@ def retire(
     *,
     reason: str,
     together: Collection[str],
-) -> Program[Appended | Refused[Refusal]]:
+) -> Program[Appended | RefusedAppend[Refusal]]:
     """Append the delete of a save that nothing keeps. Its bytes stay.
 
     together: The save_ids that are deleted together. Empty: another domain deleted the save already,
@@ -313,7 +313,7 @@ def retire(
         return not together or reason_to_keep(seal.save_id, here, AT_ENTRY, together) is None
 
     done = yield from enter_delete(seal.save_id, means, state, reason=reason, still=still)
-    if isinstance(done, Refused):
+    if isinstance(done, RefusedAppend):
         return done
     summed = yield from write_snapshot(done.state, write_id=next(means.ids), stamp=means.stamp)
     return replace(done, state=summed)
@@ -381,7 +381,7 @@ def _empty_trash(save_id: str, trash: str) -> Program[None]:
 
 def pin(
     save_id: str, means: Means, holder: Generation | None, state: LogState | None, *, pinned: bool
-) -> Program[Appended | Refused[Refusal]]:
+) -> Program[Appended | RefusedAppend[Refusal]]:
     """Append the pin in this domain, or return why not. holder: as for ``may_pin``."""
     return (
         yield from append(
@@ -460,18 +460,18 @@ def _entries(key: str) -> Program[list[Entry]]:
 
 def record_removal(
     seal: Seal, means: HolderMeans, state: LogState
-) -> Program[LogState | Refused[Refusal]]:
+) -> Program[LogState | RefusedAppend[Refusal]]:
     """Record that a save was removed by hand and that its bytes are gone here. Only for the holder.
 
     If something of it exists after all, nothing is recorded. Removes nothing.
     """
     if not (yield from lies_nowhere(seal, means.domain, means.caps.shape)):
-        return Refused(Refusal.NOTHING, state)
+        return RefusedAppend(Refusal.NOTHING, state)
     entered = yield from enter_delete(seal.save_id, means, state, reason=REMOVED_BY_HAND)
-    if isinstance(entered, Refused) and not entered.state.save(seal.save_id).deleted:
+    if isinstance(entered, RefusedAppend) and not entered.state.save(seal.save_id).deleted:
         return entered
     done = yield from _enter_gone(seal.save_id, means, entered.state)
-    if isinstance(done, Refused) and not done.state.save(seal.save_id).gone:
+    if isinstance(done, RefusedAppend) and not done.state.save(seal.save_id).gone:
         return done
     return done.state
 
@@ -574,7 +574,7 @@ def _record_here(session: RunSession, removed: Sequence[Removal], holder: Genera
             continue
         state = drive(catch_up_again(session.fold_from), session.storage)
         done = drive(record_removal(one.seal, means, state), session.storage)
-        if isinstance(done, Refused):
+        if isinstance(done, RefusedAppend):
             return False
         session.known.learn(done)
         session.touch_log_later()

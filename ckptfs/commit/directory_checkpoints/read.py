@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
-from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint
 from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.digests import BlockCheck, Check, FileDigestCheck, decode_digests
 from ckptfs.commit.directory_checkpoints.write import BATCHED_BYTES
@@ -53,9 +53,9 @@ from ckptfs.storage.io import Reach, buffer_pool
 from ckptfs.storage.threads import Threads
 
 __all__ = [
-    "Item",
+    "DownloadItem",
+    "DownloadThreads",
     "NodeScratch",
-    "ReadAhead",
     "Wanted",
     "fetched",
     "items_of",
@@ -68,7 +68,7 @@ __all__ = [
 _ALIGNED_FROM_BYTES = 1 << 20
 
 
-class ReadAhead:
+class DownloadThreads:
     """Threads and memory for reading ahead, until ``stack`` is left."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
@@ -105,7 +105,7 @@ class ReadAhead:
 
 def windows(
     reader: DataReader,
-    pool: ReadAhead,
+    pool: DownloadThreads,
     reading: Callable[[], AbstractContextManager[None]],
     first: int = 0,
     *,
@@ -275,7 +275,7 @@ _AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class DownloadItem:
     """One file to download.
 
     Attributes:
@@ -294,7 +294,9 @@ class Item:
     digests: str | None = None
 
 
-def items_of(storage: Storage, found: Found, domain: str | None) -> tuple[Item, ...]:
+def items_of(
+    storage: Storage, found: LocatedCheckpoint, domain: str | None
+) -> tuple[DownloadItem, ...]:
     """Return the files of a directory that are in this domain. Local.
 
     These are the listed files of this domain, and the files next to them that the manifest does not
@@ -303,7 +305,7 @@ def items_of(storage: Storage, found: Found, domain: str | None) -> tuple[Item, 
     Raises:
         UnsupportedError: The checkpoint shares files with other checkpoints.
     """
-    items: dict[str, Item] = {}
+    items: dict[str, DownloadItem] = {}
     manifest = found.manifest
     for record in () if manifest is None else manifest.files:
         if record.is_shared:
@@ -318,9 +320,9 @@ def items_of(storage: Storage, found: Found, domain: str | None) -> tuple[Item, 
             # Each domain has its own `.metadata` under one path: it is not known which of them is here.
             known = None if record.path in items else record.size_bytes
             checked = None if record.path in items else record
-            items[record.path] = Item(record.path, key, known, checked, sidecar)
+            items[record.path] = DownloadItem(record.path, key, known, checked, sidecar)
     for path in _below(storage, found.home, "", set()):
-        items.setdefault(path, Item(path, f"{found.home}/{path}"))
+        items.setdefault(path, DownloadItem(path, f"{found.home}/{path}"))
     return tuple(items[path] for path in sorted(items))
 
 
@@ -364,12 +366,14 @@ def _below(
         yield from _below(storage, home, path, visited)
 
 
-def share_items(items: Sequence[Item], sharers: int) -> tuple[tuple[Item, ...], ...]:
+def share_items(
+    items: Sequence[DownloadItem], sharers: int
+) -> tuple[tuple[DownloadItem, ...], ...]:
     """Return what each of a node's ranks downloads. Pure.
 
     Files are assigned from the largest to the smallest, each to the least loaded rank.
     """
-    shares: list[list[Item]] = [[] for _ in range(sharers)]
+    shares: list[list[DownloadItem]] = [[] for _ in range(sharers)]
     load = [0] * sharers
     for item in sorted(items, key=lambda i: (-(i.size_bytes or 0), i.path)):
         least = min(range(sharers), key=lambda n: (load[n], n))
@@ -384,13 +388,13 @@ class _Begun:
 
     node: str
     target: str
-    items: tuple[Item, ...]
+    items: tuple[DownloadItem, ...]
 
 
 @contextlib.contextmanager
 def fetched(
     session: RunSession,
-    found: Found,
+    found: LocatedCheckpoint,
     *,
     into: str | None = None,
     scratch: str | None = None,
@@ -484,7 +488,7 @@ class _Into(NodeScratch):
             )
         return super().make()
 
-    def publish(self, items: Sequence[Item]) -> None:
+    def publish(self, items: Sequence[DownloadItem]) -> None:
         """Rename the complete directory to its name. Only the lead calls this."""
         try:
             with in_flight("rename", self._into):
@@ -504,7 +508,7 @@ class _Into(NodeScratch):
 # -- over the wire ---------------------------------------------------------------------------------
 
 
-def _download(storage: Storage, share: Sequence[Item], target: str) -> None:
+def _download(storage: Storage, share: Sequence[DownloadItem], target: str) -> None:
     """Download this rank's files, several small ones at a time, a large one by itself. Local."""
     for folder in {os.path.dirname(os.path.join(target, item.path)) for item in share}:
         with in_flight("mkdir", folder):
@@ -523,7 +527,7 @@ def _download(storage: Storage, share: Sequence[Item], target: str) -> None:
                 done.cancel()
 
 
-def _one(storage: Storage, item: Item, target: str) -> None:
+def _one(storage: Storage, item: DownloadItem, target: str) -> None:
     check = _check_of(storage, item)
     with (
         contextlib.ExitStack() as stack,
@@ -534,7 +538,7 @@ def _one(storage: Storage, item: Item, target: str) -> None:
             raise _damaged_at(storage, item)(
                 f"it has {reader.size_bytes} bytes, {item.size_bytes} were committed"
             )
-        for data in windows(reader, ReadAhead(stack), contextlib.nullcontext):
+        for data in windows(reader, DownloadThreads(stack), contextlib.nullcontext):
             check.update(data)
             _write_all(file, data)
         check.finish()
@@ -546,7 +550,7 @@ def _write_all(file: WatchedFile, data: memoryview) -> None:
         at += file.write(data[at:])
 
 
-def _check_of(storage: Storage, item: Item) -> Check:
+def _check_of(storage: Storage, item: DownloadItem) -> Check:
     if item.record is None:
         return Check()
     damaged = _damaged_at(storage, item)
@@ -557,7 +561,7 @@ def _check_of(storage: Storage, item: Item) -> Check:
     return Check() if digest is None else FileDigestCheck(digest, damaged)
 
 
-def _damaged_at(storage: Storage, item: Item) -> Callable[[str], IntegrityError]:
+def _damaged_at(storage: Storage, item: DownloadItem) -> Callable[[str], IntegrityError]:
     def damaged(why: str) -> IntegrityError:
         return IntegrityError(
             f"{item.path} differs from what was committed: {why}",

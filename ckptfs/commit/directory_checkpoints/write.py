@@ -43,7 +43,7 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import drive
 from ckptfs.commit.paths import CONTROL, MANIFEST, AttemptKeys
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.plain_names import NameClaim, put_plain, still_free
 from ckptfs.commit.save.spec import Committed, SaveSpec, WrittenPart
 from ckptfs.commit.session import Known, RunSession
@@ -63,11 +63,11 @@ from ckptfs.storage.threads import Threads
 __all__ = [
     "BATCHED_BYTES",
     "Collector",
-    "Listed",
+    "FilesOfRank",
+    "LocalFile",
     "PlainNames",
     "Publication",
     "Sender",
-    "Share",
     "collected_files",
     "files_below",
     "leaving_together",
@@ -93,8 +93,8 @@ def files_below(top: str, skip: str | None = None) -> Iterator[str]:
             yield os.path.relpath(os.path.join(folder, name), top)
 
 
-class Target(Protocol):
-    """The destination of files: an ``Attempt``, after its begin()."""
+class UploadTarget(Protocol):
+    """The destination of files: a ``SaveAttempt``, after its begin()."""
 
     @property
     def session(self) -> RunSession:
@@ -120,7 +120,7 @@ class Target(Protocol):
 class PlainNames:
     """Writes files with plain names as long as they belong to this attempt. Thread-safe."""
 
-    def __init__(self, attempt: Target) -> None:
+    def __init__(self, attempt: UploadTarget) -> None:
         self._attempt = attempt
         self._claim = NameClaim(attempt.keys, attempt.base, attempt.session.caps)
         self._known_log = Known()
@@ -143,7 +143,7 @@ class PlainNames:
         return self._known_log.state if self._claim.caps.exclusive_create else None
 
 
-class _Stopped(Exception):  # noqa: N818 - not an error: another file has that
+class _SendingStopped(Exception):  # noqa: N818 - not an error: another file has that
     """The send was stopped because another file of this rank could not be sent."""
 
 
@@ -153,7 +153,7 @@ class Sender:
     domain: The id of the domain that holds the files, or None for all domains.
     """
 
-    def __init__(self, attempt: Target, path: str, domain: str | None = None) -> None:
+    def __init__(self, attempt: UploadTarget, path: str, domain: str | None = None) -> None:
         self._attempt = attempt
         self._path = path
         self._domain = domain
@@ -197,7 +197,7 @@ class Sender:
             try:
                 return self._send(name, sizes[name])
             except BaseException as error:
-                if not isinstance(error, _Stopped):
+                if not isinstance(error, _SendingStopped):
                     failures.append(error)
                 self._stopped.set()
                 raise
@@ -217,7 +217,7 @@ class Sender:
     def _send(self, name: str, size_hint_bytes: int) -> FileRecord:
         storage, key, guard = self._attempt.storage, self._key(name), self._guard
         if self._stopped.is_set():
-            raise _Stopped
+            raise _SendingStopped
         storage.make_dir(key.rpartition("/")[0])
         if size_hint_bytes <= BATCHED_BYTES and guard is not None:
             with WatchedFile(os.path.join(self._path, name)) as source:
@@ -234,7 +234,7 @@ class Sender:
         ):
             while count := file.readinto(chunk):
                 if self._stopped.is_set():
-                    raise _Stopped
+                    raise _SendingStopped
                 state.update(chunk[:count])
                 size += count
                 writer.write(chunk[:count])
@@ -258,7 +258,7 @@ logger = logging.getLogger("ckptfs.commit")
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class LocalFile:
     """One file as a node sees it.
 
     path: Relative. mtime_ns: If it is equal on two nodes, they see one file.
@@ -270,7 +270,7 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class FilesOfRank:
     """The files of one rank.
 
     Attributes:
@@ -279,11 +279,11 @@ class Share:
             name and size.
     """
 
-    send: tuple[Listed, ...] = ()
+    send: tuple[LocalFile, ...] = ()
     compare: tuple[str, ...] = ()
 
 
-def list_files(top: str) -> tuple[Listed, ...]:
+def list_files(top: str) -> tuple[LocalFile, ...]:
     """Return the files below ``top``. A link to a file counts as its target. Local.
 
     Raises:
@@ -313,15 +313,15 @@ def list_files(top: str) -> tuple[Listed, ...]:
             )
         with in_flight("stat", os.path.join(top, path)):
             stat = os.stat(os.path.join(top, path))
-        found.append(Listed(path, stat.st_size, stat.st_mtime_ns))
+        found.append(LocalFile(path, stat.st_size, stat.st_mtime_ns))
     return tuple(found)
 
 
 def share_files(
-    listings: Sequence[tuple[Listed, ...] | None],
+    listings: Sequence[tuple[LocalFile, ...] | None],
     nodes: Sequence[str],
     domains: Sequence[Sequence[int]],
-) -> tuple[Share, ...]:
+) -> tuple[FilesOfRank, ...]:
     """Return what each rank sends. Pure.
 
     Args:
@@ -339,7 +339,7 @@ def share_files(
             "there is no file in the directory",
             hint="save after the framework has written its files",
         )
-    send: list[list[Listed]] = [[] for _ in nodes]
+    send: list[list[LocalFile]] = [[] for _ in nodes]
     compare: list[list[str]] = [[] for _ in nodes]
     load = [0] * len(nodes)
     for ranks in domains:
@@ -360,13 +360,13 @@ def share_files(
             # A file costs a few requests whatever its size, so many small ones are divided too.
             load[chosen] += first.size_bytes + 1
             send[chosen].append(first)
-    return tuple(Share(tuple(s), tuple(c)) for s, c in zip(send, compare, strict=True))
+    return tuple(FilesOfRank(tuple(s), tuple(c)) for s, c in zip(send, compare, strict=True))
 
 
 def _holders(
-    listings: Sequence[tuple[Listed, ...] | None], ranks: Sequence[int]
-) -> Mapping[str, list[tuple[int, Listed]]]:
-    found: dict[str, list[tuple[int, Listed]]] = {}
+    listings: Sequence[tuple[LocalFile, ...] | None], ranks: Sequence[int]
+) -> Mapping[str, list[tuple[int, LocalFile]]]:
+    found: dict[str, list[tuple[int, LocalFile]]] = {}
     for rank in ranks:
         for file in listings[rank] or ():
             found.setdefault(file.path, []).append((rank, file))
@@ -374,15 +374,17 @@ def _holders(
 
 
 def _largest_first(
-    holders: Mapping[str, list[tuple[int, Listed]]],
-) -> list[list[tuple[int, Listed]]]:
+    holders: Mapping[str, list[tuple[int, LocalFile]]],
+) -> list[list[tuple[int, LocalFile]]]:
     return sorted(holders.values(), key=lambda h: (-h[0][1].size_bytes, h[0][1].path))
 
 
 class Publication:
-    """One rank's part of a directory's commit: ``write`` and ``finish`` for ``Attempt.commit``."""
+    """One rank's part of a directory's commit: ``write`` and ``finish`` for ``SaveAttempt.commit``."""
 
-    def __init__(self, attempt: Attempt, session: RunSession, path: str, share: Share) -> None:
+    def __init__(
+        self, attempt: SaveAttempt, session: RunSession, path: str, share: FilesOfRank
+    ) -> None:
         is_local = session.caps.shape is Shape.FILESYSTEM
         domain = session.placement.mine.id if is_local else None
         self._sender = Sender(attempt, path, domain)
@@ -470,7 +472,7 @@ class Collector(Protocol):
 
 
 @contextlib.contextmanager
-def collected_files(attempt: Attempt) -> Iterator[Collector]:
+def collected_files(attempt: SaveAttempt) -> Iterator[Collector]:
     """Yield the collector for this attempt's storage. Call it after ``attempt.begin()``."""
     attempt.storage.make_dir(attempt.directory)
     mounted = attempt.storage.local_path(attempt.directory)
@@ -493,7 +495,7 @@ def writing_directory(session: RunSession, spec: SaveSpec, done: list[Committed]
 
     done: Receives the commit.
     """
-    attempt = Attempt(session, spec)
+    attempt = SaveAttempt(session, spec)
     try:
         attempt.begin()
         with contextlib.ExitStack() as stack:
@@ -536,7 +538,7 @@ def _raiser(error: BaseException) -> Callable[[], None]:
 
 
 class _Mounted:
-    def __init__(self, attempt: Attempt, path: str) -> None:
+    def __init__(self, attempt: SaveAttempt, path: str) -> None:
         self.path = path
         self._attempt = attempt
         self._skip = os.path.join(path, attempt.save_id)
@@ -617,7 +619,7 @@ def _shares(session: RunSession, listed: list[tuple[str, ...] | None]) -> dict[i
 
 
 class _Uploaded:
-    def __init__(self, attempt: Attempt, path: str) -> None:
+    def __init__(self, attempt: SaveAttempt, path: str) -> None:
         self.path = path
         self._sender = Sender(attempt, path)
 

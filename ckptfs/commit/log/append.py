@@ -90,7 +90,7 @@ __all__ = [
     "HolderMeans",
     "LogBudget",
     "Means",
-    "Refused",
+    "RefusedAppend",
     "append",
     "append_here",
     "catch_up",
@@ -168,7 +168,7 @@ class Appended:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused(Generic[R]):
+class RefusedAppend(Generic[R]):
     """The decision not to append, after folding ``state``."""
 
     reason: R
@@ -437,13 +437,13 @@ def _read_entry(number: int, budget: LogBudget | None = None) -> Program[Entry |
 
 
 def append(
-    decide: Callable[[LogState], Body | Refused[R]],
+    decide: Callable[[LogState], Body | RefusedAppend[R]],
     *,
     write_id: str,
     stamp: Stamp = Stamp(),
     state: LogState | None = None,
     tried: LogState | None = None,
-) -> Program[Appended | Refused[R]]:
+) -> Program[Appended | RefusedAppend[R]]:
     """Append the entry that ``decide`` returns for the whole log, or return its refusal.
 
     The entry is durable when Appended is returned.
@@ -466,7 +466,7 @@ def append(
     """
     if tried is not None:
         body = decide(tried)
-        if not isinstance(body, Refused):
+        if not isinstance(body, RefusedAppend):
             entry = Entry(write_id, body, stamp)
             if (yield from _create(tried.next, entry)):
                 return Appended(tried.next, fold_entry(tried, body))
@@ -474,7 +474,7 @@ def append(
     while True:
         state = yield from catch_up(state)
         body = decide(state)
-        if isinstance(body, Refused):
+        if isinstance(body, RefusedAppend):
             return body
         number = state.next
         entry = Entry(write_id, body, stamp)
@@ -483,8 +483,8 @@ def append(
 
 
 def append_here(
-    decide: Callable[[LogState], Body | Refused[R]], means: Means, state: LogState | None
-) -> Program[Appended | Refused[R]]:
+    decide: Callable[[LogState], Body | RefusedAppend[R]], means: Means, state: LogState | None
+) -> Program[Appended | RefusedAppend[R]]:
     """Append the entry that ``decide`` returns for the log of this domain.
 
     It decides by ``state`` before the log is read, if that is safe.
@@ -559,9 +559,9 @@ def write_snapshot(state: LogState, *, write_id: str, stamp: Stamp = Stamp()) ->
     if state.foreign or state.next - state.snapshot_at < SNAPSHOT_EVERY:
         return state
 
-    def decide(current: LogState) -> Body | Refused[None]:
+    def decide(current: LogState) -> Body | RefusedAppend[None]:
         # Recomputed after every "exists": a snapshot equals the fold of all entries below it.
-        return Refused(None, current) if current.foreign else snapshot_of(current)
+        return RefusedAppend(None, current) if current.foreign else snapshot_of(current)
 
     try:
         outcome = yield from append(decide, write_id=write_id, stamp=stamp, state=state)

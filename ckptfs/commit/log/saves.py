@@ -178,7 +178,7 @@ class Layers(Generic[V]):
                 yielded.update(layer)
 
 
-class _Record(NamedTuple):
+class _SaveRecord(NamedTuple):
     """The record of one save in a snapshot, and the place in the log by which it is ordered."""
 
     sealed_at: int
@@ -306,7 +306,7 @@ class Saves(Mapping[str, SaveState]):
         parts.
         """
         texts, parts = self.settled.texts, self.settled.parts
-        first, by_seal = list[EncodedSave | dict[str, Any]](), list[_Record]()
+        first, by_seal = list[EncodedSave | dict[str, Any]](), list[_SaveRecord]()
         for save_id in texts:
             text = texts.get(save_id)
             if text is None or save_id in self.living:
@@ -315,12 +315,12 @@ class Saves(Mapping[str, SaveState]):
             if sealed_at is None:
                 first.append(text)
             else:
-                by_seal.append(_Record(sealed_at, text))
+                by_seal.append(_SaveRecord(sealed_at, text))
         before = NOT_SEALED
         for save in self.living.values():
             # The living ones keep their order: that of the first entry of each.
             before = before if save.sealed_at is None else max(before, save.sealed_at)
-            by_seal.append(_Record(before, save_fields(save)))
+            by_seal.append(_SaveRecord(before, save_fields(save)))
         return [*first, *(one.record for one in sorted(by_seal, key=lambda one: one.sealed_at))]
 
     def names(self) -> set[str]:
@@ -391,7 +391,7 @@ def _may_settle(save: SaveState) -> bool:
     return save.deleted and save.gone
 
 
-class _Ended(NamedTuple):
+class _FinishedSave(NamedTuple):
     """A save that may be settled.
 
     Attributes:
@@ -411,13 +411,13 @@ class _Ended(NamedTuple):
     behind: int = 0
 
 
-def _ended(save: SaveState) -> _Ended:
+def _ended(save: SaveState) -> _FinishedSave:
     if save.seal is None:
-        return _Ended(save.save_id)
-    return _Ended(save.save_id, save.seal.name, rank_of(save), len(save.seal.everywhere) > 1)
+        return _FinishedSave(save.save_id)
+    return _FinishedSave(save.save_id, save.seal.name, rank_of(save), len(save.seal.everywhere) > 1)
 
 
-class _Open(NamedTuple):
+class _OpenSave(NamedTuple):
     """The lowest rank and the lowest place in the log of the saves of a name that have bytes."""
 
     rank: Rank
@@ -433,7 +433,7 @@ class Draft:
     def __init__(self, base: Saves) -> None:
         self._base = base
         self._living: dict[str, SaveState] | None = None
-        self._records: dict[str, _Ended] = {}
+        self._records: dict[str, _FinishedSave] = {}
         self._settled = base.settled
         self._waiting = dict.fromkeys(base.waiting)
         self._erased: set[str] = set()  # ids of saves with removed bytes: they may have parts
@@ -479,7 +479,7 @@ class Draft:
         if self._living is None:
             self._living = dict(self._base.living)
         text, elsewhere = EncodedSave(_encode(raw)), len(seal.domains) > 1
-        self._records[save_id] = _Ended(
+        self._records[save_id] = _FinishedSave(
             save_id, seal.name, rank, elsewhere, text, len(self._living)
         )
 
@@ -505,16 +505,16 @@ class Draft:
             max(sealed, key=sealed.__getitem__, default=""),
             max(sealed, key=lambda save_id: sealed[save_id].sealed_at, default=""),
         }
-        older: dict[str, _Open] = {}
+        older: dict[str, _OpenSave] = {}
         for save_id, rank in ranks.items():
             save = living[save_id]
             if save.seal is not None and not (save.deleted and save.gone):
-                known = older.get(save.seal.name, _Open(rank, rank.sealed_at))
-                older[save.seal.name] = _Open(
+                known = older.get(save.seal.name, _OpenSave(rank, rank.sealed_at))
+                older[save.seal.name] = _OpenSave(
                     min(known.rank, rank), min(known.sealed_at, rank.sealed_at)
                 )
 
-        def stays(one: _Ended) -> bool:
+        def stays(one: _FinishedSave) -> bool:
             if one.rank is None:
                 return bool(one.name)
             oldest = older.get(one.name)
@@ -528,7 +528,7 @@ class Draft:
         self._take_in(living, [record for _, record in records if stays(record)])
         # The outcome of a part is that of its whole.
         ended += [
-            _Ended(save_id)
+            _FinishedSave(save_id)
             for save_id, save in living.items()
             if save.part is not None and save.part.of in self._erased and not save.pinned
         ]
@@ -537,7 +537,7 @@ class Draft:
             living.pop(one.save_id, None)
             self._waiting.pop(one.save_id, None)
 
-    def _take_in(self, living: dict[str, SaveState], records: list[_Ended]) -> None:
+    def _take_in(self, living: dict[str, SaveState], records: list[_FinishedSave]) -> None:
         """Put these records of a snapshot among the living saves, where the snapshot had them."""
         if not records:
             return
@@ -549,12 +549,14 @@ class Draft:
         living.update((save.save_id, save) for _, save in places)
 
 
-def _with_ended(known: Settled, ended: list[_Ended], living: Mapping[str, SaveState]) -> Settled:
+def _with_ended(
+    known: Settled, ended: list[_FinishedSave], living: Mapping[str, SaveState]
+) -> Settled:
     """Return the settled saves with these added."""
     if not ended:
         return known
     texts, parts, bases = dict[str, EncodedSave](), dict[str, int](), dict[str, bool]()
-    tops, others = dict[str, _Ended](), dict[str, str]()
+    tops, others = dict[str, _FinishedSave](), dict[str, str]()
     highest, aborted, deleted = known.highest, [*known.aborted], [*known.deleted]
     for one in ended:
         save = living.get(one.save_id)
@@ -600,7 +602,7 @@ def _with_ended(known: Settled, ended: list[_Ended], living: Mapping[str, SaveSt
     )
 
 
-def _top_of(known: Settled, name: str) -> _Ended | None:
+def _top_of(known: Settled, name: str) -> _FinishedSave | None:
     """Return the settled save of a name with the greatest rank."""
     save_id = known.names.get(name)
     found = None if save_id is None else known.get(save_id)

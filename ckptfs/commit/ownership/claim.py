@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ckptfs.commit.decisions import may_claim, unreleased
-from ckptfs.commit.log.append import Appended, Means, Refused, append, catch_up_again
+from ckptfs.commit.log.append import Appended, Means, RefusedAppend, append, catch_up_again
 from ckptfs.commit.log.entries import GENESIS, Fence, FenceMode, Generation, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import control_is_plain, drive, read_limited
@@ -31,14 +31,14 @@ from ckptfs.commit.ownership.background_owner import Background
 from ckptfs.commit.ownership.lease import (
     Keeper,
     LeaseTimes,
+    LeaseWatch,
     Pulse,
-    Watch,
     alive_here,
     describe,
     who_am_i,
 )
-from ckptfs.commit.ownership.recovery import Report, plan_recovery, report, settle
-from ckptfs.commit.ownership.recovery_plan import Plan, with_equal_seals_once
+from ckptfs.commit.ownership.recovery import DomainLog, plan_recovery, report, settle
+from ckptfs.commit.ownership.recovery_plan import RecoveryPlan, with_equal_seals_once
 from ckptfs.commit.ownership.run import (
     Caller,
     Ownership,
@@ -232,14 +232,14 @@ class _Claimant:
     def _until_free(self) -> int:
         """Return the number of the current fence, once its owner left or is gone. Collective."""
         control, look_s = self._session.control, LOOK_S
-        watch = Watch(self._session.storage, self._times)
+        watch = LeaseWatch(self._session.storage, self._times)
         watched: Fence | None = None
         while True:
             found = step_with_views(control, "survey", self._survey, _view_of, self._judge)
             if found.fence is None:
                 return found.number
             if found.fence != watched:
-                watched, watch = found.fence, Watch(self._session.storage, self._times)
+                watched, watch = found.fence, LeaseWatch(self._session.storage, self._times)
             if not self._watch(found, watch, look_s):
                 return found.number
             look_s = min(2 * look_s, LONGEST_LOOK_S)
@@ -295,7 +295,7 @@ class _Claimant:
             return _Survey(number, None, last)
         return _Survey(number, perhaps[0], last)
 
-    def _watch(self, found: _Survey, watch: Watch, look_s: float) -> bool:
+    def _watch(self, found: _Survey, watch: LeaseWatch, look_s: float) -> bool:
         """Whether to survey the log again; False if the leases of all domains stopped changing.
 
         Raises RunBusyError on every rank if one of them changes, unless it is held for one call and
@@ -388,7 +388,7 @@ class _Claimant:
             self._session.storage,
         )
         self._session.known.learn(outcome.state)
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, RefusedAppend):
             return outcome.state.generation.number
         self._fenced = outcome
         self._session.touch_log_later()
@@ -420,7 +420,7 @@ class _Claimant:
         session = self._session
         caps = session.caps
 
-        def local(ids: Collection[str]) -> Report | None:
+        def local(ids: Collection[str]) -> DomainLog | None:
             if not self._owner:
                 return None
             found = drive(report(self._domain, generation, caps, self._known), session.storage)
@@ -430,7 +430,9 @@ class _Claimant:
             here = {attempt.save_id for attempt in found.attempts}
             return replace(found, state=found.state.to_send({*ids, *here}))
 
-        def decide(reports: Sequence[Report | None]) -> tuple[tuple[str, ...], Plan | None]:
+        def decide(
+            reports: Sequence[DomainLog | None],
+        ) -> tuple[tuple[str, ...], RecoveryPlan | None]:
             known = {r.domain: r for r in reports if r is not None}
             plan = plan_recovery(known, generation, self._keep)
             if any(view.generation > generation for view in plan.views.values()):

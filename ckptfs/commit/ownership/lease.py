@@ -30,9 +30,9 @@ from ckptfs.storage.base import Storage
 __all__ = [
     "Keeper",
     "LeaseTimes",
+    "LeaseWatch",
     "Owner",
     "Pulse",
-    "Watch",
     "alive_here",
     "describe",
     "moves",
@@ -183,9 +183,9 @@ def moves(
 ) -> bool:
     """Watch the lease: True as soon as it changes, False after times.still_s without a change.
 
-    Errors as for ``Watch.look``.
+    Errors as for ``LeaseWatch.look``.
     """
-    return Watch(storage, times, clock=clock, wait=wait).look() is Pulse.MOVES
+    return LeaseWatch(storage, times, clock=clock, wait=wait).look() is Pulse.MOVES
 
 
 class Pulse(Enum):
@@ -196,7 +196,7 @@ class Pulse(Enum):
     UNKNOWN = "unknown"  # neither yet
 
 
-class Watch:
+class LeaseWatch:
     """Watches a lease, with pauses for other work, until it changed or did not for a long time."""
 
     def __init__(

@@ -29,7 +29,7 @@ from ckptfs.commit.delete.trash import take_trash
 from ckptfs.commit.log.append import (
     Appended,
     HolderMeans,
-    Refused,
+    RefusedAppend,
     append,
     catch_up,
     write_snapshot,
@@ -39,8 +39,8 @@ from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import List, Program, Read, Refresh, Sync, is_checkpoint_name
 from ckptfs.commit.ownership.recovery_plan import (
     AttemptRecord,
-    Plan,
-    Report,
+    DomainLog,
+    RecoveryPlan,
     decode_record,
     encode_record,
     is_released,
@@ -62,8 +62,8 @@ from ckptfs.storage.base import Capabilities, Shape
 
 __all__ = [
     "AttemptRecord",
-    "Plan",
-    "Report",
+    "DomainLog",
+    "RecoveryPlan",
     "attempts_here",
     "encode_record",
     "note_deletes",
@@ -83,7 +83,7 @@ T = TypeVar("T")
 
 def report(
     domain: str, generation: Generation, caps: Capabilities, state: LogState | None = None
-) -> Program[Report]:
+) -> Program[DomainLog]:
     """Fold the log after our fence, empty the older trash, list the attempts.
 
     state: An earlier fold of this log.
@@ -92,7 +92,7 @@ def report(
     # The folded entries must be durable before anything is done because of them.
     yield Sync(LOG)
     yield from take_trash(generation, caps, state)
-    return Report(domain, state, (yield from attempts_here(caps)))
+    return DomainLog(domain, state, (yield from attempts_here(caps)))
 
 
 def attempts_here(caps: Capabilities) -> Program[tuple[AttemptRecord, ...]]:
@@ -145,7 +145,7 @@ def _has_no_data_directory(save_id: str, caps: Capabilities) -> Program[bool]:
 
 
 def settle(
-    plan: Plan, means: HolderMeans, *, left_to_caller: set[str] | None = None
+    plan: RecoveryPlan, means: HolderMeans, *, left_to_caller: set[str] | None = None
 ) -> Program[LogState]:
     """Carry the plan out in one domain, and delete what was replaced.
 
@@ -182,7 +182,7 @@ def settle(
 
 
 def settle_plan(
-    plan: Plan, means: HolderMeans, *, left_to_caller: set[str] | None = None
+    plan: RecoveryPlan, means: HolderMeans, *, left_to_caller: set[str] | None = None
 ) -> Program[Mapping[str, LogState]]:
     """Carry the plan out in one domain, and do nothing else.
 
@@ -254,7 +254,7 @@ def _is_still_pending(
     return lambda current: doom in pending_deletes({**views, domain: current})
 
 
-def _recorded_in(save_id: str, plan: Plan) -> tuple[str, ...]:
+def _recorded_in(save_id: str, plan: RecoveryPlan) -> tuple[str, ...]:
     """Return the domains that keep a record of the outcome.
 
     If one domain decides, its seal is the record.
@@ -267,16 +267,16 @@ def _recorded_in(save_id: str, plan: Plan) -> tuple[str, ...]:
 
 def _may_record(
     state: LogState, save_id: str, outcome: Outcome, holder: Generation
-) -> Body | Refused[Refusal]:
+) -> Body | RefusedAppend[Refusal]:
     if state.generation > holder:
-        return Refused(Refusal.FENCED, state)
+        return RefusedAppend(Refusal.FENCED, state)
     if state.save(save_id).decided is not None:
-        return Refused(Refusal.NOTHING, state)
+        return RefusedAppend(Refusal.NOTHING, state)
     return Decided(save_id, outcome)
 
 
 def _stop_if_fenced(outcome: object, domain: str) -> None:
-    if isinstance(outcome, Refused) and outcome.reason is Refusal.FENCED:
+    if isinstance(outcome, RefusedAppend) and outcome.reason is Refusal.FENCED:
         raise FencedError(
             f"a newer owner took the run while this one recovered it (domain {domain})",
             hint="this process must stop writing to the run",
@@ -345,10 +345,10 @@ def sweep_empty(domain: str, views: Mapping[str, LogState], caps: Capabilities) 
 
 def publish(
     seal: Seal, means: HolderMeans, state: LogState
-) -> Program[Appended | Refused[Refusal]]:
+) -> Program[Appended | RefusedAppend[Refusal]]:
     """Record the home's decision in this domain, if it holds parts of the save."""
     if means.domain in seal.domains or means.domain not in seal.everywhere:
-        return Refused(Refusal.NOTHING, state)
+        return RefusedAppend(Refusal.NOTHING, state)
     return (
         yield from append(
             lambda current: may_publish(current, seal, means.holder),
@@ -359,13 +359,13 @@ def publish(
     )
 
 
-def note_deletes(views: Views, means: HolderMeans) -> Program[Appended | Refused[Refusal]]:
+def note_deletes(views: Views, means: HolderMeans) -> Program[Appended | RefusedAppend[Refusal]]:
     """Append the deletes of saves that were never published in this domain.
 
     It holds only parts of them.
     """
     state = views[means.domain]
-    outcome: Appended | Refused[Refusal] = Refused(Refusal.NOTHING, state)
+    outcome: Appended | RefusedAppend[Refusal] = RefusedAppend(Refusal.NOTHING, state)
     for save_id in promised_here(state):
         known = outcome.state.save(save_id)
         if known.seal is not None or known.deleted:
@@ -375,6 +375,6 @@ def note_deletes(views: Views, means: HolderMeans) -> Program[Appended | Refused
         outcome = yield from enter_delete(
             save_id, means, outcome.state, reason="its home domain deleted it"
         )
-        if isinstance(outcome, Refused) and outcome.reason is Refusal.FENCED:
+        if isinstance(outcome, RefusedAppend) and outcome.reason is Refusal.FENCED:
             return outcome
     return outcome

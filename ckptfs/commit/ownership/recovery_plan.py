@@ -29,8 +29,8 @@ from ckptfs.schema import Schema
 __all__ = [
     "AttemptFile",
     "AttemptRecord",
-    "Plan",
-    "Report",
+    "DomainLog",
+    "RecoveryPlan",
     "decode_record",
     "encode_record",
     "is_released",
@@ -73,7 +73,7 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DomainLog:
     """The content of one domain after the new fence."""
 
     domain: str
@@ -82,7 +82,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RecoveryPlan:
     """What every domain does.
 
     Attributes:
@@ -166,8 +166,8 @@ def decode_record(data: bytes) -> AttemptFile:
 
 
 def plan_recovery(
-    reports: Mapping[str, Report], holder: Generation, keep: Collection[str] = ()
-) -> Plan:
+    reports: Mapping[str, DomainLog], holder: Generation, keep: Collection[str] = ()
+) -> RecoveryPlan:
     """Return what the holder of generation ``holder`` does with everything unsettled. Pure.
 
     keep: Attempts that the holder itself continues.
@@ -223,7 +223,7 @@ def plan_recovery(
             case Standing.DELETED:
                 if known is not None and known.of:
                     released.append(known)
-    return Plan(
+    return RecoveryPlan(
         tuple(abort.values()),
         tuple(decided),
         tuple(in_doubt),
@@ -233,7 +233,7 @@ def plan_recovery(
     )
 
 
-def _records(reports: Mapping[str, Report]) -> dict[str, AttemptRecord]:
+def _records(reports: Mapping[str, DomainLog]) -> dict[str, AttemptRecord]:
     """Return one record per attempt.
 
     If an attempt has a record in one domain and died before it in another, the record counts.

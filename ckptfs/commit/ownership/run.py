@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckptfs.commit.decisions import Refusal
-from ckptfs.commit.log.append import Appended, Refused, append
+from ckptfs.commit.log.append import Appended, RefusedAppend, append
 from ckptfs.commit.log.entries import Generation, Release, Stamp
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import Program, drive
@@ -427,12 +427,12 @@ def wait_until_left(root: Uri, timeout_s: float, *, patient: bool) -> None:
 
 def release_fence(
     generation: Generation, ids: Iterator[str], known: LogState | None, stamp: Stamp
-) -> Program[Appended | Refused[Refusal]]:
+) -> Program[Appended | RefusedAppend[Refusal]]:
     """Append that the owner of ``generation`` left. Refused if that is not the newest any more."""
 
-    def decide(state: LogState) -> Release | Refused[Refusal]:
+    def decide(state: LogState) -> Release | RefusedAppend[Refusal]:
         if state.generation != generation or state.released:
-            return Refused(Refusal.NOTHING, state)
+            return RefusedAppend(Refusal.NOTHING, state)
         return Release(generation)
 
     return (yield from append(decide, write_id=next(ids), stamp=stamp, state=known))

@@ -29,7 +29,7 @@ from ckptfs.commit.directory_checkpoints.write import (
 from ckptfs.commit.log.entries import Kind, PartRef
 from ckptfs.commit.parts.parts import agreed_plan, part_attempt, reference_to
 from ckptfs.commit.parts.tickets import SealedPart, Ticket, TicketPart
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import SaveSpec, WrittenPart
 from ckptfs.commit.session import RunSession
 from ckptfs.commit.state import part_name, promised_here
@@ -146,7 +146,7 @@ def wait_sealed(
         pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
 
-def _attempt(session: RunSession, part: TicketPart) -> Attempt:
+def _attempt(session: RunSession, part: TicketPart) -> SaveAttempt:
     plan = session.control.step("ticket", lambda: part.plan, agreed_plan)
     name = part_name(plan.name, plan.part)
     spec = SaveSpec(name, plan.step, artifact=Kind.DIRECTORY, run=plan.word.generation)

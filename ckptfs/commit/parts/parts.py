@@ -20,14 +20,27 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptfs.commit.decisions import Refusal, may_fence, may_seal_part
-from ckptfs.commit.log.append import Means, Refused, append, catch_up, make_log, write_snapshot
+from ckptfs.commit.log.append import (
+    Means,
+    RefusedAppend,
+    append,
+    catch_up,
+    make_log,
+    write_snapshot,
+)
 from ckptfs.commit.log.entries import Body, Fence, Generation, Part, PartRef, Seal, Stamp
 from ckptfs.commit.log.fold import LogState, SaveState
 from ckptfs.commit.log.saves import Saves
 from ckptfs.commit.operations import MakeDir, Program, drive
-from ckptfs.commit.ownership.recovery import Report, plan_recovery, report, settle_plan, sweep_empty
+from ckptfs.commit.ownership.recovery import (
+    DomainLog,
+    plan_recovery,
+    report,
+    settle_plan,
+    sweep_empty,
+)
 from ckptfs.commit.paths import ATTEMPTS
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.owner_steps import BegunHere, Here, Strategy, begin
 from ckptfs.commit.save.planning import SavePlan
 from ckptfs.commit.save.spec import SaveSpec, fresh_ids, fresh_save_id
@@ -159,7 +172,7 @@ def apply_word(
     found = yield from report(domain, word.generation, caps, state)
     reports = {
         domain: found,
-        word.home: Report(word.home, state_from_word(word, found.state), ()),
+        word.home: DomainLog(word.home, state_from_word(word, found.state), ()),
     }
     plan = plan_recovery(reports, word.generation)
     means = Means(domain, caps, ids, stamp).held_by(word.generation)
@@ -250,16 +263,16 @@ def agreed_plan(plans: Sequence[PartPlan]) -> PartPlan:
     return plans[0]
 
 
-def part_attempt(session: RunSession, plan: PartPlan, spec: SaveSpec) -> Attempt:
+def part_attempt(session: RunSession, plan: PartPlan, spec: SaveSpec) -> SaveAttempt:
     """Return the attempt of one part, on one rank of the group that writes it.
 
     After ``commit`` the part is sealed, not committed: nothing is projected, and the home's seal will contain
     the ``reference_to`` it.
     """
-    return Attempt(session, spec, strategy=PartStrategy(plan))
+    return SaveAttempt(session, spec, strategy=PartStrategy(plan))
 
 
-def reference_to(attempt: Attempt, plan: PartPlan) -> PartRef:
+def reference_to(attempt: SaveAttempt, plan: PartPlan) -> PartRef:
     """Return the reference to a part for the home's seal, after its ``commit``."""
     placement, worlds = attempt.session.placement, attempt.session.control.worlds
     hosts = tuple(_hosts(worlds, domain.ranks) for domain in placement.domains)
@@ -307,7 +320,9 @@ class PartStrategy(Strategy):
         drive(begin(here.keys, here.base, of=of, home=home), here.session.storage)
         return BegunHere()
 
-    def decision(self, seal: Seal, spec: SaveSpec) -> Callable[[LogState], Body | Refused[Refusal]]:
+    def decision(
+        self, seal: Seal, spec: SaveSpec
+    ) -> Callable[[LogState], Body | RefusedAppend[Refusal]]:
         """Seal it as a part."""
         del spec
         what, word = self.part, self.part.word

@@ -33,7 +33,7 @@ from ckptfs._version import __version__
 from ckptfs.commit.decisions import Refusal, to_clear
 from ckptfs.commit.delete.deletion_steps import discard_own_attempt, record_removed
 from ckptfs.commit.directory_checkpoints.write import Sender, list_files
-from ckptfs.commit.log.append import Means, Refused, catch_up, catch_up_again
+from ckptfs.commit.log.append import Means, RefusedAppend, catch_up, catch_up_again
 from ckptfs.commit.log.entries import Fence, Generation, Kind, PartRef, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
@@ -289,7 +289,7 @@ class HomeSide:
         """Append the seal. This is the commit."""
         program = seal_save(seal, self._means, state, replace=self._replace)
         outcome = drive(program, self._run.session.storage)
-        if not isinstance(outcome, Refused):
+        if not isinstance(outcome, RefusedAppend):
             return outcome.state
         match outcome.reason:
             case Refusal.NOTHING:  # an earlier call of ours did it, and its answer was lost

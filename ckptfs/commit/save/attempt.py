@@ -83,7 +83,7 @@ from ckptfs.events import Counters
 from ckptfs.storage.base import Shape
 from ckptfs.storage.inflight import add_fields, log_fields
 
-__all__ = ["Attempt", "Gathered"]
+__all__ = ["SaveAttempt", "SealContent"]
 
 logger = logging.getLogger("ckptfs.commit")
 
@@ -91,7 +91,7 @@ DRAIN_S = 60.0  # how long a directory waits for running deletes before it is re
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class SealContent:
     """The content that the owners seal.
 
     ``files`` is sent to each of them separately, and not at all if only the coordinator needs it.
@@ -128,22 +128,22 @@ def _view_in(look: _Look) -> View | None:
 
 
 def _logged(
-    method: Callable[Concatenate[Attempt, P], R],
-) -> Callable[Concatenate[Attempt, P], R]:
+    method: Callable[Concatenate[SaveAttempt, P], R],
+) -> Callable[Concatenate[SaveAttempt, P], R]:
     """Name the save in all log records that are made during the call.
 
     This includes records of other threads that work for it.
     """
 
     @functools.wraps(method)
-    def run(self: Attempt, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: SaveAttempt, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with log_fields(**self.log_fields):
             return method(self, *args, **kwargs)
 
     return run
 
 
-class Attempt:
+class SaveAttempt:
     """One save, on one rank. Every rank makes one and makes the same calls in order.
 
     Args:
@@ -629,7 +629,7 @@ class Attempt:
         self,
         parts: list[WrittenPart],
         finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
-    ) -> Gathered:
+    ) -> SealContent:
         files = dict(finish(parts))
         manifest = manifest_of(
             self._planned, self.spec, self.session, [f for part in parts for f in part.files], files
@@ -641,10 +641,10 @@ class Attempt:
         digest, origins = digest_of(encoded), origins_of(manifest)
         if len(self._planned.domains) == 1 and self._owner:
             self._files = files  # the coordinator is the only owner: nothing large has to be sent
-            return Gathered(digest, {}, counters, origins)
-        return Gathered(digest, files, counters, origins)
+            return SealContent(digest, {}, counters, origins)
+        return SealContent(digest, files, counters, origins)
 
-    def _apart(self, gathered: Gathered) -> tuple[Gathered, Mapping[str, SmallFile] | None]:
+    def _apart(self, gathered: SealContent) -> tuple[SealContent, Mapping[str, SmallFile] | None]:
         """Send each owner only its own files: they are as large as the checkpoint has items."""
         if not gathered.files:
             return apart(gathered)

@@ -32,7 +32,7 @@ from ckptfs.commit.log.append import (
     Appended,
     HolderMeans,
     Means,
-    Refused,
+    RefusedAppend,
     append,
     append_here,
     catch_up,
@@ -189,7 +189,7 @@ def prepare(keys: AttemptKeys, files: Mapping[str, bytes]) -> Program[None]:
 
 def seal_save(
     seal: Seal, means: Means, state: LogState | None, *, replace: bool
-) -> Program[Appended | Refused[Refusal]]:
+) -> Program[Appended | RefusedAppend[Refusal]]:
     """Append the seal in this domain, or return why not."""
     return (
         yield from append_here(
@@ -232,7 +232,7 @@ def finish(
         own = frozenset({seal.save_id} if at_once else ())
         outcome = yield from clear(means, state, spare, own)
         state = outcome.state
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, RefusedAppend):
             return state
     return (yield from write_snapshot(state, write_id=next(means.ids), stamp=means.stamp))
 
@@ -259,7 +259,7 @@ def clear(
     state: LogState | None,
     spare: Container[str] = frozenset(),
     at_once: Container[str] = frozenset(),
-) -> Program[Cleared | Refused[Refusal]]:
+) -> Program[Cleared | RefusedAppend[Refusal]]:
     """Delete what later commits of the run replaced or an overwrite hid. Refused once fenced.
 
     This may run while the next save does: an entry comes before each byte, and no process reads
@@ -294,7 +294,7 @@ def clear(
             failures.append(error)
             continue
         views = {means.domain: gone.state}
-        if isinstance(gone, Refused):
+        if isinstance(gone, RefusedAppend):
             if gone.reason is Refusal.FENCED:
                 return gone
             continue
@@ -307,9 +307,9 @@ def clear(
 def _record(
     save_id: str, outcome: Outcome, means: Means, state: LogState | None
 ) -> Program[LogState]:
-    def decide(current: LogState) -> Decided | Refused[Refusal]:
+    def decide(current: LogState) -> Decided | RefusedAppend[Refusal]:
         if current.save(save_id).decided is not None:
-            return Refused(Refusal.NOTHING, current)
+            return RefusedAppend(Refusal.NOTHING, current)
         return Decided(save_id, outcome)
 
     done = yield from append(decide, write_id=next(means.ids), stamp=means.stamp, state=state)
@@ -419,7 +419,9 @@ class Strategy:
     def before_prepare(self, files: Mapping[str, SmallFile], here: Here) -> None:
         """Do what has to be done before the small files are stored. On an owner."""
 
-    def decision(self, seal: Seal, spec: SaveSpec) -> Callable[[LogState], Body | Refused[Refusal]]:
+    def decision(
+        self, seal: Seal, spec: SaveSpec
+    ) -> Callable[[LogState], Body | RefusedAppend[Refusal]]:
         """Return what decides, at each new state of the log, whether the seal may be appended, and as what."""
         # Without the run it replaces nothing: the name may have been taken while the save was written.
         replaces = spec.if_exists is IfExists.REPLACE and spec.run is not None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ckptfs.commit.decisions import Refusal
-from ckptfs.commit.log.append import Appended, Means, Refused, append_here, catch_up
+from ckptfs.commit.log.append import Appended, Means, RefusedAppend, append_here, catch_up
 from ckptfs.commit.log.entries import Body, Fence, Generation, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive
@@ -86,7 +86,7 @@ def seal_everywhere(
     means: Means,
     state: LogState | None,
     *,
-    decide: Callable[[LogState], Body | Refused[Refusal]],
+    decide: Callable[[LogState], Body | RefusedAppend[Refusal]],
     may_try_again: bool = False,
 ) -> LogState | None:
     """Seal the save in every domain. It is committed when this returns. Collective.
@@ -151,7 +151,7 @@ def _append(
     means: Means,
     state: LogState | None,
     *,
-    decide: Callable[[LogState], Body | Refused[Refusal]],
+    decide: Callable[[LogState], Body | RefusedAppend[Refusal]],
 ) -> tuple[_Answer, LogState | None]:
     """Append the seal to this log. Returns the answer, and the log after it if it could be read."""
     try:

@@ -54,7 +54,7 @@ from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.recovery_plan import decode_record, encode_record
 from ckptfs.commit.ownership.run import Caller, Run
 from ckptfs.commit.paths import ATTEMPTS, MANIFEST, PARTIAL_PREFIX, AttemptKeys, staging_key
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.foreign_metadata import names_save
 from ckptfs.commit.save.owner_steps import BegunHere, Here, Strategy, others_of_name, survey
 from ckptfs.commit.save.planning import SavePlan
@@ -262,7 +262,7 @@ class ArrivedStrategy(Strategy):
 
 
 @contextlib.contextmanager
-def open_attempt(joined: Joined, spec: SaveSpec) -> Iterator[Attempt]:
+def open_attempt(joined: Joined, spec: SaveSpec) -> Iterator[SaveAttempt]:
     """Yield the attempt over the files that arrived, begun. An error in the block abandons it.
 
     If ``spec.if_exists`` is REPLACE and the name is taken, it claims the run during the block, as
@@ -281,7 +281,7 @@ def open_attempt(joined: Joined, spec: SaveSpec) -> Iterator[Attempt]:
                 session, spec = joined.session, replace(spec, if_exists=IfExists.ERROR)
             else:
                 session, spec = run.session, replace(spec, run=run.generation)
-            attempt = Attempt(session, spec, strategy=ArrivedStrategy(joined.base))
+            attempt = SaveAttempt(session, spec, strategy=ArrivedStrategy(joined.base))
             attempt.begin()
         try:
             yield attempt

@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from ckptfs.commit.catalog.catalog import Found, find
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint, find
 from ckptfs.commit.delete.shared_data import file_exists, file_key, link_file
 from ckptfs.commit.digests import BLOCK_SIZE_BYTES, ItemDigests, decode_digests, first_bad_block
 from ckptfs.commit.log.entries import Seal
@@ -272,7 +272,7 @@ def _read_base(seal: Seal, site: Site, wanted: Sequence[MetadataIndex]) -> Base:
     return Base(seal.save_id, homes, items, files)
 
 
-def _files_of(found: Found, domain: str) -> dict[str, HeldFile]:
+def _files_of(found: LocatedCheckpoint, domain: str) -> dict[str, HeldFile]:
     listed = () if found.manifest is None else found.manifest.files
     here = {f.path: f for f in listed if f.domain in (None, domain)}
     return {
@@ -282,7 +282,9 @@ def _files_of(found: Found, domain: str) -> dict[str, HeldFile]:
     }
 
 
-def _digests_of(storage: Storage, found: Found, file: HeldFile) -> Mapping[int, ItemDigests]:
+def _digests_of(
+    storage: Storage, found: LocatedCheckpoint, file: HeldFile
+) -> Mapping[int, ItemDigests]:
     key = file_key(file.sidecar, found.home)
     return decode_digests(read_limited(storage, key), storage.uri(key)).by_offset()
 

@@ -53,14 +53,14 @@ __all__ = [
     "OLD_DCP",
     "Chunk",
     "Dict",
+    "FileRange",
     "Index",
-    "Kind",
     "NotAllowedError",
     "Object",
     "PathOf",
-    "Place",
     "SetOf",
     "SetOfList",
+    "TorchClass",
     "decode",
     "names",
 ]
@@ -83,7 +83,7 @@ def _no_record(*_: Any) -> int:
     return 0
 
 
-class Kind:
+class TorchClass:
     """A class of torch's that a pickle may instantiate.
 
     ``record`` is the name of the pattern of its usual form.
@@ -97,14 +97,14 @@ class Kind:
         self.make: Callable[[_Machine, re.Pattern[bytes], int, bytes, bool], int] = _no_record
 
 
-METADATA: Final = Kind("Metadata")
-STORAGE_META: Final = Kind("StorageMeta")
-BYTES: Final = Kind("BytesStorageMetadata")
-PROPERTIES: Final = Kind("TensorProperties")
-INFO: Final = Kind("_StorageInfo")
-TENSOR: Final = Kind("TensorStorageMetadata", "tensor")
-CHUNK: Final = Kind("ChunkStorageMetadata", "chunk")
-INDEX: Final = Kind("MetadataIndex", "item")
+METADATA: Final = TorchClass("Metadata")
+STORAGE_META: Final = TorchClass("StorageMeta")
+BYTES: Final = TorchClass("BytesStorageMetadata")
+PROPERTIES: Final = TorchClass("TensorProperties")
+INFO: Final = TorchClass("_StorageInfo")
+TENSOR: Final = TorchClass("TensorStorageMetadata", "tensor")
+CHUNK: Final = TorchClass("ChunkStorageMetadata", "chunk")
+INDEX: Final = TorchClass("MetadataIndex", "item")
 
 
 class Object:
@@ -115,7 +115,7 @@ class Object:
 
     __slots__ = ("kind", "state")
 
-    def __init__(self, kind: Kind, state: Any = None) -> None:
+    def __init__(self, kind: TorchClass, state: Any = None) -> None:
         self.kind = kind
         self.state = state
 
@@ -154,7 +154,7 @@ class Index(NamedTuple):
     number: Any
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """The place of an item: a path as the manifest has it, and offset and length in bytes."""
 
     path: Any
@@ -230,7 +230,7 @@ def _memory_format(number: Any) -> MemoryFormat:
     return MemoryFormat(number)
 
 
-def names() -> Mapping[tuple[str, str], Kind | _Function]:
+def names() -> Mapping[tuple[str, str], TorchClass | _Function]:
     """Return all that a pickle may name, in addition to torch's dtypes."""
     by_value = _Function(_memory_format)
 
@@ -351,7 +351,7 @@ class _Machine:
 
     # -- opcodes
 
-    def record(self, kind: Kind, at: int, got: bytes) -> int:
+    def record(self, kind: TorchClass, at: int, got: bytes) -> int:
         """Make a record, and the records of the same class that follow it directly.
 
         The record begins after ``got``, the opcode that gets its class from the memo.
@@ -513,7 +513,7 @@ class _Machine:
             name = str(key[2:last], "utf-8", "surrogatepass") if is_new else self.got(key)
             file = str(path[2:last], "utf-8", "surrogatepass") if is_new_path else self.got(path)
             index = _new(Index, (name, begin, ints[number]))
-            place = _new(Place, (file, ints[offset], ints[length]))
+            place = _new(FileRange, (file, ints[offset], ints[length]))
             if is_memoized:
                 memo += (index, _HIDDEN, name) if is_new else (index, _HIDDEN)
                 if begin:
@@ -548,7 +548,7 @@ class _Machine:
             indexes = map(_new, repeat(Index), zip(names, first, hint, strict=True))
             places = map(
                 _new,
-                repeat(Place),
+                repeat(FileRange),
                 zip(map(self.get, *paths), *offsets, *lengths, strict=True),
             )
             self.stack += chain.from_iterable(zip(indexes, places, strict=True))
@@ -572,7 +572,7 @@ class _Machine:
     def new_object(self) -> None:
         """Perform NEWOBJ for a class of torch's, without arguments."""
         arguments, kind = self.stack.pop(), self.stack.pop()
-        if type(kind) is not Kind or arguments != ():
+        if type(kind) is not TorchClass or arguments != ():
             raise ValueError("it makes an object of something that is not a class of DCP")
         self.stack.append(Object(kind))
 
@@ -620,7 +620,7 @@ class _Machine:
                     end = at + 4
                     value = memo[int.from_bytes(data[at:end], "little")]
                 kind = type(value)
-                if kind is Kind:
+                if kind is TorchClass:
                     if value.record and (past := self.record(value, end, data[at - 1 : end])):
                         at = past
                         continue

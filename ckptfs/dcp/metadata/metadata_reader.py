@@ -46,14 +46,14 @@ from ckptfs.dcp.metadata.metadata_pickle import (
     TENSOR,
     Chunk,
     Dict,
+    FileRange,
     Index,
-    Kind,
     NotAllowedError,
     Object,
     PathOf,
-    Place,
     SetOf,
     SetOfList,
+    TorchClass,
     decode,
 )
 from ckptfs.dcp.metadata.pickle_scan import check_collisions
@@ -67,10 +67,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Box",
-    "Columns",
     "Description",
+    "FileRange",
     "Inventory",
-    "Place",
+    "MetadataColumns",
     "Places",
     "SavedTensor",
     "TensorDescription",
@@ -110,7 +110,7 @@ class Inventory(Protocol):
     def tensor(self, key: str) -> SavedTensor | None:
         """Return the tensor under a saved key; None for an object."""
 
-    def place(self, key: str, offsets: Sequence[int] | None) -> Place:
+    def place(self, key: str, offsets: Sequence[int] | None) -> FileRange:
         """Return the place of the chunk that begins at ``offsets``, or of an object (None).
 
         ManifestError: it has no place. StateError: it has a form that only another reader knows.
@@ -131,7 +131,8 @@ class TensorDescription(NamedTuple):
     boxes: Sequence[Box]
 
 
-Places = Mapping[tuple[str, tuple[int, ...] | None], Place]  # by key and offsets; None of an object
+# By key and offsets; None of an object.
+Places = Mapping[tuple[str, tuple[int, ...] | None], FileRange]
 
 
 class Description(Protocol):
@@ -186,7 +187,7 @@ _KINDS = 1000  # kinds of tensors in one checkpoint: dtypes, layouts, requires_g
 _DEPTH = 50  # of the values that a planner may have put into planner_data
 
 
-def read_inventory(data: bytes, where: object, shared: Collection[str] = ()) -> Columns:
+def read_inventory(data: bytes, where: object, shared: Collection[str] = ()) -> MetadataColumns:
     """Read the metadata in ``data``, executing nothing, in time and memory of its length.
 
     Args:
@@ -204,7 +205,7 @@ def read_inventory(data: bytes, where: object, shared: Collection[str] = ()) -> 
     """
     try:
         with gc_paused():
-            return Columns(data, where, shared)
+            return MetadataColumns(data, where, shared)
     except ManifestError:
         raise
     except NotAllowedError as error:
@@ -239,7 +240,7 @@ class _Tensor:
         self.chunks = chunks
 
 
-class Columns:
+class MetadataColumns:
     """Metadata as it was decoded and checked."""
 
     def __init__(self, data: bytes, where: object, shared: Collection[str]) -> None:
@@ -265,14 +266,14 @@ class Columns:
         # All else that a planner wrote is checked now; what needs torch is made of it on request.
         self._others: dict[str, Any] = {}
         self._torch_fields: list[str] = []
-        plain = _Plain(len(data))
+        plain = _PlainValues(len(data))
         for name, value in self._fields.items():
             if name not in ("state_dict_metadata", "storage_data"):
                 self._others[name] = plain.of(value)
                 if plain.has_torch:
                     self._torch_fields.append(name)
                     plain.has_torch = False
-        self._plain = _Plain(len(data), makes_torch=True)
+        self._plain = _PlainValues(len(data), makes_torch=True)
 
     # -- as an Inventory
 
@@ -296,7 +297,7 @@ class Columns:
         if number in self._transforms:
             refuse_extensions(self._info(number), key)
         path, offset, length = self._infos[number]
-        return _new(Place, (self._renamed.get(path, path), offset, length))
+        return _new(FileRange, (self._renamed.get(path, path), offset, length))
 
     def number(self, key: str, offsets: Sequence[int]) -> int | None:
         """As ``Inventory.number``."""
@@ -333,10 +334,10 @@ class Columns:
 
     def places(self) -> Places:
         """As ``Description.places``."""
-        found: dict[tuple[str, Any], Place] = {}
+        found: dict[tuple[str, Any], FileRange] = {}
         for at, number in self._found_places().items():
             path, offset, length = self._infos[number]
-            found[at] = Place(self._renamed.get(path, path), offset, length)
+            found[at] = FileRange(self._renamed.get(path, path), offset, length)
         return found
 
     def _found_places(self) -> dict[tuple[str, Any], int]:
@@ -410,9 +411,9 @@ class Columns:
                     return self._not_a_kind(key, Object(TENSOR))
         raise AssertionError("one of them differs")
 
-    def _checked_items(self, flat: Dict) -> tuple[list[Index], list[Place]]:
+    def _checked_items(self, flat: Dict) -> tuple[list[Index], list[FileRange]]:
         indexes, infos = flat[::2], flat[1::2]
-        if _types(indexes) - {Index} or _types(infos) - {Place}:
+        if _types(indexes) - {Index} or _types(infos) - {FileRange}:
             for number, (index, info) in enumerate(zip(indexes, infos, strict=True)):
                 indexes[number], infos[number] = self._item(number, index, info)
         _need(
@@ -435,12 +436,12 @@ class Columns:
             )
         return indexes, infos
 
-    def _item(self, number: int, index: Any, info: Any) -> tuple[Index, Place]:
+    def _item(self, number: int, index: Any, info: Any) -> tuple[Index, FileRange]:
         made = index if type(index) is Index else _index_of(index)
-        place = info if type(info) is Place else None
+        place = info if type(info) is FileRange else None
         if place is None and made is not None and type(info) is Object and info.kind is INFO:
             fields = _fields(info)
-            place = Place(*(fields.get(name) for name in ("relative_path", "offset", "length")))
+            place = FileRange(*(fields.get(name) for name in ("relative_path", "offset", "length")))
             if fields.get("transform_descriptors"):
                 self._transforms[number] = fields["transform_descriptors"]
         if made is None or place is None:
@@ -584,7 +585,7 @@ class _StorageFields(dict[str, Any]):
     __slots__ = ()
 
 
-class _Plain:
+class _PlainValues:
     """Converts what a planner put into ``.metadata`` to plain objects.
 
     It makes at most as many values as the file has bytes. ``has_torch`` becomes true at a value that torch has
@@ -675,7 +676,19 @@ class _Plain:
 
 
 _ATOMS = {str, int, float, bool, bytes, type(None)}
-_CONTAINERS = {tuple, list, Dict, SetOf, SetOfList, PathOf, Object, Chunk, Index, Place, Kind}
+_CONTAINERS = {
+    tuple,
+    list,
+    Dict,
+    SetOf,
+    SetOfList,
+    PathOf,
+    Object,
+    Chunk,
+    Index,
+    FileRange,
+    TorchClass,
+}
 _VALUES = {Dtype, TensorLayout, MemoryFormat}
 # A checkpoint_id from another system cannot be a concrete path here; it is only displayed.
 _FLAVOURS: Mapping[str, Callable[..., pathlib.PurePath]] = {
@@ -705,7 +718,13 @@ def _kind_of(value: object) -> str:
     """Return the name of its kind."""
     if type(value) is Object:
         return value.kind.name
-    names = {Dict: "dict", Index: INDEX.name, Place: INFO.name, Chunk: CHUNK.name, Dtype: "dtype"}
+    names = {
+        Dict: "dict",
+        Index: INDEX.name,
+        FileRange: INFO.name,
+        Chunk: CHUNK.name,
+        Dtype: "dtype",
+    }
     return names.get(type(value), type(value).__name__)
 
 

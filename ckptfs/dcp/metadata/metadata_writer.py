@@ -57,7 +57,7 @@ from ckptfs import _torch
 from ckptfs.commit.delete.shared_data import stock_path
 from ckptfs.commit.save.spec import WrittenPart
 from ckptfs.dcp.planning.columns import OBJECT, Ints
-from ckptfs.dcp.planning.global_plan import World
+from ckptfs.dcp.planning.global_plan import AgreedPlan
 from ckptfs.dcp.python_gc import gc_paused
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError
 from ckptfs.uri import Uri
@@ -229,7 +229,7 @@ PLACED = np.dtype([("file", "<u4"), ("offset", "<u8"), ("length", "<u8")])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedRows:
-    """Every row that was written, in order of rank and plan; columns as in ``Places``."""
+    """Every row that was written, in order of rank and plan; columns as in ``RowLocations``."""
 
     paths: tuple[str, ...]
     rows: Ints
@@ -238,7 +238,7 @@ class PlacedRows:
     lengths: Ints
 
 
-def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> PlacedRows:
+def placed_in(world: AgreedPlan, parts: Sequence[WrittenPart], root: Uri | None) -> PlacedRows:
     """Return where the ranks wrote their items.
 
     ``root`` is the URI of the run, for the paths of shared files.
@@ -283,7 +283,7 @@ def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> P
     )
 
 
-def places_for(world: World, placed: PlacedRows, ranks: Sequence[int]) -> Places:
+def places_for(world: AgreedPlan, placed: PlacedRows, ranks: Sequence[int]) -> RowLocations:
     """Return the place of each item, once, as readers find it.
 
     An item's place is that of one of the domain's ``ranks`` if one of them wrote it, else that of the rank
@@ -304,7 +304,7 @@ def places_for(world: World, placed: PlacedRows, ranks: Sequence[int]) -> Places
         best = np.zeros(len(first_owner), np.int64)
         best[groups[order[last]]] = order[last]
         chosen = best[groups[np.sort(firsts)]]
-    return Places(
+    return RowLocations(
         placed.paths,
         placed.rows[chosen],
         placed.files[chosen],
@@ -336,7 +336,7 @@ _NAMES = [
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class RowLocations:
     """Where rows of a world were written.
 
     Attributes:
@@ -357,10 +357,10 @@ class Places:
 class Described:
     """The metadata of a world. What does not depend on places is made once, on first use."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: AgreedPlan) -> None:
         self.world = world
 
-    def encode(self, places: Places, storage_meta: StorageMeta) -> bytes:
+    def encode(self, places: RowLocations, storage_meta: StorageMeta) -> bytes:
         """Return the bytes of ``.metadata``. Coordinator only; any thread."""
         memo, constants, keys = self._memo, self._constants, self._key_base
         # After all other numbers, because the number of files is known only now.
@@ -504,7 +504,7 @@ class Described:
                 pieces.append(piece)
             yield name + _tuple_of(pieces)
 
-    def _storage_records(self, places: Places, paths: int) -> memoryview:
+    def _storage_records(self, places: RowLocations, paths: int) -> memoryview:
         world, table = self.world, self.world.table
         rows = places.rows
         hints = world.hints[world.groups[rows]]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfs.dcp.metadata.metadata_reader import (
     Box,
+    FileRange,
     Inventory,
-    Place,
     Places,
     SavedTensor,
     TensorDescription,
@@ -51,13 +51,13 @@ class TorchInventory:
         dtype: Any = saved.properties.dtype
         return SavedTensor(saved.size, dtype, saved.chunks, _box_of_chunk)
 
-    def place(self, key: str, offsets: Sequence[int] | None) -> Place:
+    def place(self, key: str, offsets: Sequence[int] | None) -> FileRange:
         """As ``Inventory.place``."""
         info: Any = self._metadata.storage_data.get(self._classes.MetadataIndex(key, offsets))
         if info is None:
             raise nowhere(key)
         refuse_extensions(info, key)
-        return Place(info.relative_path, info.offset, info.length)
+        return FileRange(info.relative_path, info.offset, info.length)
 
     def number(self, key: str, offsets: Sequence[int]) -> int | None:
         """Return None: a look-up in torch's metadata does not give an item's hint."""
@@ -89,7 +89,7 @@ class TorchInventory:
     def places(self) -> Places:
         """As ``Description.places``."""
         return {
-            (index.fqn, None if index.offset is None else tuple(index.offset)): Place(
+            (index.fqn, None if index.offset is None else tuple(index.offset)): FileRange(
                 info.relative_path, info.offset, info.length
             )
             for index, info in self._metadata.storage_data.items()
@@ -116,7 +116,7 @@ class Renamed:
         """As ``Inventory.tensor``."""
         return self._inventory.tensor(self._stored.get(key, key))
 
-    def place(self, key: str, offsets: Sequence[int] | None) -> Place:
+    def place(self, key: str, offsets: Sequence[int] | None) -> FileRange:
         """As ``Inventory.place``."""
         return self._inventory.place(self._stored.get(key, key), offsets)
 

@@ -49,7 +49,7 @@ __all__ = [
     "Columns",
     "Interned",
     "Ints",
-    "Names",
+    "KeyTable",
     "Packer",
     "Prints",
     "Rows",
@@ -198,7 +198,7 @@ _Properties = tuple[torch.dtype, torch.layout, bool, torch.memory_format, bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Names:
+class KeyTable:
     """The keys of items and of paths, each once.
 
     ``paths`` has the keys that have a path in a state dict.
@@ -224,7 +224,7 @@ class Rows:
     Attributes:
         kinds: OBJECT, TENSOR or SHARD.
         placed: Whether the item's index has an offset.
-        keys: Numbers into ``Names.keys``.
+        keys: Numbers into ``KeyTable.keys``.
         places: Numbers of places; -1 for objects.
         most_key: The largest of ``keys``; -1 if there is none.
         most_place: The largest of ``places``; -1 if there is none.
@@ -251,7 +251,7 @@ class Columns:
         lengths: Their sizes, in the same form.
     """
 
-    names: Names
+    names: KeyTable
     shapes: Shapes
     rows: Rows
     shape_of: Ints
@@ -261,7 +261,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prints:
-    """Fingerprints of the values of some keys (numbers into ``Names.keys``).
+    """Fingerprints of the values of some keys (numbers into ``KeyTable.keys``).
 
     ``compared``: whether this rank's values are to be compared at all.
     """
@@ -449,7 +449,7 @@ def decode_structure(data: bytes, interned: Interned) -> Columns:
 def decode_prints(data: bytes) -> Prints:
     """Decode what ``prints_of`` wrote; ValueError for anything else.
 
-    The keys may be too large for ``Names.keys``: the caller checks that.
+    The keys may be too large for ``KeyTable.keys``: the caller checks that.
     """
     packed = Unpacker(data)
     compared = bool(packed.ints(count=1, below=2)[0])
@@ -461,7 +461,7 @@ def decode_prints(data: bytes) -> Prints:
     return Prints(compared, keys, values)
 
 
-def _decode_names(data: bytes) -> Names:
+def _decode_names(data: bytes) -> KeyTable:
     packed = Unpacker(data)
     texts = packed.texts()
     numbers = packed.ints(count=len(texts), below=2).tolist()
@@ -483,7 +483,7 @@ def _decode_names(data: bytes) -> Names:
             paths[key] = path
     if len(set(keys)) != len(keys) or next(given, None) is not None:
         raise ValueError("a key is empty or occurs twice")
-    return Names(tuple(keys), paths)
+    return KeyTable(tuple(keys), paths)
 
 
 def _decode_shapes(data: bytes) -> Shapes:

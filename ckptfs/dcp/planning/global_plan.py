@@ -51,14 +51,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ckptfs.dcp.planning.columns import OBJECT, SHARD, TENSOR, Columns, Ints, Names, Rows, Shapes
+from ckptfs.dcp.planning.columns import OBJECT, SHARD, TENSOR, Columns, Ints, KeyTable, Rows, Shapes
 from ckptfs.dcp.planning.state_dicts import Path
 from ckptfs.errors import StateError
 
 __all__ = [
+    "AgreedPlan",
     "Place",
     "Table",
-    "World",
     "copies_for",
     "is_tiled",
     "places_for",
@@ -158,7 +158,7 @@ class Table:
     """
 
     names: tuple[str, ...]
-    numbers: Mapping[Names, Ints]
+    numbers: Mapping[KeyTable, Ints]
     paths: dict[str, Path]
     properties: tuple[TensorProperties, ...]
     sizes: tuple[torch.Size, ...]
@@ -218,10 +218,10 @@ def table_of(ranks: Sequence[Columns]) -> Table:
     kinds: dict[tuple[object, torch.Size], int] = {}
     properties: list[TensorProperties] = []
     numbered: dict[Shapes, Ints] = {}
-    named: dict[Names, Ints] = {}
-    keyed: dict[tuple[Names, Rows], Ints] = {}
+    named: dict[KeyTable, Ints] = {}
+    keyed: dict[tuple[KeyTable, Rows], Ints] = {}
 
-    def keys_of(table: Names, rows: Rows) -> Ints:
+    def keys_of(table: KeyTable, rows: Rows) -> Ints:
         if table not in named:
             numbers = [names.setdefault(key, len(names)) for key in table.keys]
             named[table] = np.array(numbers, np.int64)
@@ -286,7 +286,7 @@ def _wide(flat: Ints, dims: Ints) -> Ints:
     return wide
 
 
-def _paths(ranks: Sequence[Names]) -> dict[str, Path]:
+def _paths(ranks: Sequence[KeyTable]) -> dict[str, Path]:
     """Merge the ranks' paths as stock's ``ChainMap`` does.
 
     The lowest rank's path of a key wins; the keys of the highest rank come first.
@@ -300,7 +300,7 @@ def _paths(ranks: Sequence[Names]) -> dict[str, Path]:
 
 
 @dataclass(frozen=True, eq=False)
-class World:
+class AgreedPlan:
     """What all ranks agreed on. Rows are numbered as in ``table``.
 
     Attributes:
@@ -372,7 +372,7 @@ class World:
 
 def world_of(
     table: Table, *, domains: Sequence[Sequence[int]] = (), to_lowest_rank: bool = False
-) -> World:
+) -> AgreedPlan:
     """Decide which rank writes what.
 
     Args:
@@ -400,7 +400,7 @@ def world_of(
     hints[groups[keyed[is_tensor]]] = place[is_tensor]
     _refuse_broken(table, chosen, keyed, bounds)
     writes = chosen | _copies(table, groups, chosen, domains)
-    return World(table, groups, chosen, writes, keyed, bounds, table.keys[keyed[heads]], hints)
+    return AgreedPlan(table, groups, chosen, writes, keyed, bounds, table.keys[keyed[heads]], hints)
 
 
 def _order_of_appearance(keys: Ints, count: int) -> Ints:

@@ -30,7 +30,7 @@ from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
-from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint
 from ckptfs.commit.digests import (
     BLOCK_SIZE_BYTES,
     ItemDigests,
@@ -55,7 +55,7 @@ __all__ = [
     "Cutting",
     "DataFile",
     "Gatherer",
-    "Owner",
+    "ItemProgress",
     "Ran",
     "Request",
     "Source",
@@ -103,7 +103,7 @@ class Cutting:
 
 
 @dataclass(slots=True)
-class Owner:
+class ItemProgress:
     """The item that some wants belong to, and how many of its wants are not read yet. One thread.
 
     Attributes:
@@ -136,7 +136,7 @@ class Want:
 
     start: int
     stop: int
-    owner: Owner
+    owner: ItemProgress
     key: str
     out: memoryview | None = None
     blocks: Sequence[int] = ()
@@ -332,7 +332,9 @@ class Source:
         return f"{self.home}/{path}" if self.home else path
 
 
-def source_of(storage: Storage, found: Found, verify: Verify, rank: int, ranks: int = 1) -> Source:
+def source_of(
+    storage: Storage, found: LocatedCheckpoint, verify: Verify, rank: int, ranks: int = 1
+) -> Source:
     """Return where this rank reads data files and their digests."""
     files = () if found.manifest is None else found.manifest.files
     sidecars = {f.path: f.digests for f in files if f.digests is not None}
@@ -525,7 +527,7 @@ def _requests_of_file(
         key = f"the item at {item.offset}"
         for low, high in blob_cuts(item, item.length, cutting.window):
             check = partial(file.compare, item, low, key)
-            want = Want(item.offset + low, item.offset + high, Owner(), key, check=check)
+            want = Want(item.offset + low, item.offset + high, ItemProgress(), key, check=check)
             yield from gatherer.add(want)
     yield from gatherer.flush()
 

@@ -35,7 +35,7 @@ from ckptfs.dcp.planning.state_dicts import Path, containers, flat_to_load, list
 from ckptfs.dcp.python_gc import gc_paused
 from ckptfs.dcp.read.read_plan import (
     PLAIN,
-    Read,
+    PlannedRead,
     Shardings,
     read_box,
     reads_of,
@@ -158,8 +158,8 @@ class LoadPlanner(DefaultLoadPlanner):
             refuse_untiled(plan, self.state_dict, _tensors_of(self.metadata))
             return plan
 
-    def create_reads(self, inventory: Inventory) -> list[Read]:
-        """Return what this rank reads, each Read with the memory that it fills.
+    def create_reads(self, inventory: Inventory) -> list[PlannedRead]:
+        """Return what this rank reads, each PlannedRead with the memory that it fills.
 
         All ranks call this instead of ``create_local_plan``. StateError is raised for the same reasons.
         ManifestError: the metadata lacks the place of an item.
@@ -252,8 +252,8 @@ class LoadPlanner(DefaultLoadPlanner):
             if isinstance(value, torch.Tensor):
                 value.detach().zero_()
 
-    def _reads(self, inventory: Inventory) -> list[Read]:
-        reads: list[Read] = []
+    def _reads(self, inventory: Inventory) -> list[PlannedRead]:
+        reads: list[PlannedRead] = []
         shardings = Shardings()
         keys = inventory.keys
         for key, value in self.state_dict.items():
@@ -265,7 +265,7 @@ class LoadPlanner(DefaultLoadPlanner):
             if not _is_alike(value, saved) and _mismatch(value, saved, self.allowed):
                 self._refuse(inventory)
             if saved is None:
-                reads.append(Read(key, *inventory.place(key, None)))
+                reads.append(PlannedRead(key, *inventory.place(key, None)))
             elif type(value) in PLAIN:
                 read_box(reads, inventory, key, saved, value, (0,) * len(saved.sizes))
             elif (local_shards := shardings.of(value)) is not None:
@@ -275,14 +275,14 @@ class LoadPlanner(DefaultLoadPlanner):
                 reads += self._as_torch(inventory, {key: value})
         return reads
 
-    def _as_torch(self, inventory: Inventory, state_dict: dict[str, Any]) -> list[Read]:
+    def _as_torch(self, inventory: Inventory, state_dict: dict[str, Any]) -> list[PlannedRead]:
         """Return what torch itself plans: only torch knows how these values are sharded."""
         metadata = inventory.metadata()
         plan = create_default_local_load_plan(state_dict, metadata, strict=False)
         refuse_untiled(plan, state_dict, state_dict)
         return self._in_our_words(plan, metadata)
 
-    def _in_our_words(self, plan: LoadPlan, metadata: Metadata) -> list[Read]:
+    def _in_our_words(self, plan: LoadPlan, metadata: Metadata) -> list[PlannedRead]:
         reads = reads_of(plan, metadata)
         return [
             read._replace(target=None if read.dtype is None else target_of(self, read))

@@ -39,8 +39,8 @@ from ckptfs.errors import ManifestError, StateError
 __all__ = [
     "PLAIN",
     "OwnTargets",
+    "PlannedRead",
     "PlannerTargets",
-    "Read",
     "Shardings",
     "Targets",
     "meetings",
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-class Read(NamedTuple):
+class PlannedRead(NamedTuple):
     """One piece of this rank's state, or one object.
 
     Attributes:
@@ -173,7 +173,7 @@ class Shardings:
 
 
 def read_box(  # noqa: PLR0917 - what is asked for, and where it goes
-    reads: list[Read],
+    reads: list[PlannedRead],
     inventory: Inventory,
     key: str,
     saved: SavedTensor,
@@ -190,7 +190,7 @@ def read_box(  # noqa: PLR0917 - what is asked for, and where it goes
             if 0 not in sizes:
                 path, at, length = inventory.place(key, begins)
                 made = (key, path, at, length, lengths, saved.dtype, begins, lengths, target, None)
-                reads.append(_new(Read, made))
+                reads.append(_new(PlannedRead, made))
             return
     hint = inventory.number(key, offsets) if len(saved.chunks) > 1 else None
     pieces = []
@@ -199,7 +199,9 @@ def read_box(  # noqa: PLR0917 - what is asked for, and where it goes
         begins, chunk_sizes = saved.box(number)
         path, at, length = inventory.place(key, begins)
         part = _part(target, in_box, lengths)
-        reads.append(Read(key, path, at, length, chunk_sizes, saved.dtype, in_chunk, lengths, part))
+        reads.append(
+            PlannedRead(key, path, at, length, chunk_sizes, saved.dtype, in_chunk, lengths, part)
+        )
     if not fills(pieces, sizes):
         raise untiled(key, pieces, sizes)
 
@@ -243,15 +245,15 @@ class OwnTargets:
 
     commits = False
 
-    def __init__(self, load_bytes: Callable[[Read, io.BytesIO], None]) -> None:
+    def __init__(self, load_bytes: Callable[[PlannedRead, io.BytesIO], None]) -> None:
         self.load_bytes = load_bytes
 
-    def target(self, read: Read) -> torch.Tensor:
+    def target(self, read: PlannedRead) -> torch.Tensor:
         """Return the tensor to fill."""
         assert read.target is not None  # noqa: S101 - only objects have none
         return read.target
 
-    def commit(self, read: Read, target: torch.Tensor) -> None:
+    def commit(self, read: PlannedRead, target: torch.Tensor) -> None:
         """Do nothing: the tensor is filled."""
 
 
@@ -266,16 +268,16 @@ class PlannerTargets:
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
 
-    def target(self, read: Read) -> torch.Tensor:
+    def target(self, read: PlannedRead) -> torch.Tensor:
         """Return the tensor to fill."""
         return target_of(self._planner, read)
 
-    def commit(self, read: Read, target: torch.Tensor) -> None:
+    def commit(self, read: PlannedRead, target: torch.Tensor) -> None:
         """Report to the planner that the tensor is filled."""
         assert read.item is not None  # noqa: S101 - reads_of has set it
         self._planner.commit_tensor(read.item, target)
 
-    def load_bytes(self, read: Read, stream: io.BytesIO) -> None:
+    def load_bytes(self, read: PlannedRead, stream: io.BytesIO) -> None:
         """Give an object to the planner."""
         assert read.item is not None  # noqa: S101 - reads_of has set it
         self._planner.load_bytes(read.item, stream)
@@ -284,8 +286,8 @@ class PlannerTargets:
 Targets = OwnTargets | PlannerTargets
 
 
-def reads_of(plan: LoadPlan, metadata: Metadata) -> Iterator[Read]:
-    """Yield one Read per item of the plan, in its order, without a target.
+def reads_of(plan: LoadPlan, metadata: Metadata) -> Iterator[PlannedRead]:
+    """Yield one PlannedRead per item of the plan, in its order, without a target.
 
     ManifestError: the metadata does not say where the item is, or as what it was saved. StateError: only
     another reader can read it.
@@ -295,7 +297,7 @@ def reads_of(plan: LoadPlan, metadata: Metadata) -> Iterator[Read]:
         refuse_extensions(info, key)
         place = (key, info.relative_path, info.offset, info.length)
         if item.type is LoadItemType.BYTE_IO:
-            yield Read(*place, item=item)
+            yield PlannedRead(*place, item=item)
             continue
         index = item.storage_index
         saved = metadata.state_dict_metadata[index.fqn]
@@ -303,7 +305,7 @@ def reads_of(plan: LoadPlan, metadata: Metadata) -> Iterator[Read]:
             raise ManifestError(
                 f".metadata describes {index.fqn!r} as an object and reads it as a tensor"
             )
-        yield Read(
+        yield PlannedRead(
             *place,
             sizes=_chunk_sizes(saved, index),
             dtype=saved.properties.dtype,
@@ -313,7 +315,7 @@ def reads_of(plan: LoadPlan, metadata: Metadata) -> Iterator[Read]:
         )
 
 
-def target_of(planner: LoadPlanner, read: Read) -> torch.Tensor:
+def target_of(planner: LoadPlanner, read: PlannedRead) -> torch.Tensor:
     """Return the planner's tensor; StateError unless it has the shape of the box."""
     assert read.item is not None  # noqa: S101 - reads_of has set it
     target = planner.resolve_tensor(read.item).detach()

@@ -28,8 +28,8 @@ import torch
 from ckptfs.commit.digests import BLOCK_SIZE_BYTES, ItemDigests
 from ckptfs.dcp.boxes import narrowed, pieces_of, pieces_within, strides_of
 from ckptfs.dcp.metadata.pickle_scan import check_archive
-from ckptfs.dcp.read.data_file import Cutting, DataFile, Owner, Want, blob_cuts, payload_cuts
-from ckptfs.dcp.read.read_plan import Read
+from ckptfs.dcp.read.data_file import Cutting, DataFile, ItemProgress, Want, blob_cuts, payload_cuts
+from ckptfs.dcp.read.read_plan import PlannedRead
 from ckptfs.dcp.write.file_layout import frame, matches
 from ckptfs.dcp.write.host_memory import memory_of, tensor_view
 from ckptfs.errors import CkptfsError
@@ -37,7 +37,7 @@ from ckptfs.errors import CkptfsError
 __all__ = [
     "Blob",
     "ItemStream",
-    "Payload",
+    "PayloadRange",
     "SavedItem",
     "blob_wants",
     "full_wants",
@@ -56,7 +56,7 @@ class SavedItem:
     file: DataFile
     digests: ItemDigests | None
     key: str
-    owner: Owner
+    owner: ItemProgress
     cutting: Cutting
 
     def check(self, low: int) -> Callable[[memoryview], float] | None:
@@ -74,7 +74,7 @@ class SavedItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class PayloadRange:
     """The place of a saved tensor's memory in its file, in bytes.
 
     Attributes:
@@ -90,7 +90,7 @@ class Payload:
     is_sure: bool = True
 
     @staticmethod
-    def of(read: Read, digests: ItemDigests | None, size_bytes: int) -> Payload | None:
+    def of(read: PlannedRead, digests: ItemDigests | None, size_bytes: int) -> PayloadRange | None:
         """Return the payload's place from the digests, or as torch writes it today.
 
         Returns:
@@ -99,18 +99,18 @@ class Payload:
         if digests is not None:
             if digests.payload_length != size_bytes:
                 return None
-            return Payload(read.offset, digests.payload_offset, size_bytes)
+            return PayloadRange(read.offset, digests.payload_offset, size_bytes)
         usual = None if read.dtype is None else frame(read.dtype, tuple(read.sizes))
         if usual is None or usual.length != read.length:
             return None
-        return Payload(read.offset, len(usual.head), size_bytes, is_sure=False)
+        return PayloadRange(read.offset, len(usual.head), size_bytes, is_sure=False)
 
 
 def full_wants(
     file: DataFile,
     digests: ItemDigests,
-    read: Read,
-    owner: Owner,
+    read: PlannedRead,
+    owner: ItemProgress,
     out: memoryview,
     *,
     window_bytes: int,
@@ -137,7 +137,9 @@ def full_wants(
     ]
 
 
-def usual_want(payload: Payload, read: Read, owner: Owner, out: memoryview) -> Want:
+def usual_want(
+    payload: PayloadRange, read: PlannedRead, owner: ItemProgress, out: memoryview
+) -> Want:
     """Return a want for an item without digests, from its head to the end of its payload.
 
     If the head is not torch's usual one, the owner is marked as strange and ``out`` is not changed.
@@ -147,7 +149,7 @@ def usual_want(payload: Payload, read: Read, owner: Owner, out: memoryview) -> W
     return Want(payload.item, stop, owner, read.key, take=take)
 
 
-def head_want(saved: SavedItem, payload: Payload, read: Read) -> Want:
+def head_want(saved: SavedItem, payload: PayloadRange, read: PlannedRead) -> Want:
     """Return a want for the head of an item without digests.
 
     If the head is not torch's usual one, the owner is marked as strange.
@@ -157,9 +159,9 @@ def head_want(saved: SavedItem, payload: Payload, read: Read) -> Want:
 
 
 def payload_wants(
-    saved: SavedItem, payload: Payload, parts: Sequence[tuple[Read, torch.Tensor]]
+    saved: SavedItem, payload: PayloadRange, parts: Sequence[tuple[PlannedRead, torch.Tensor]]
 ) -> Iterator[Want]:
-    """Yield ranges of a payload that fill each tensor with its Read's box; no byte is read twice.
+    """Yield ranges of a payload that fill each tensor with its PlannedRead's box; no byte is read twice.
 
     ``parts`` belong to one saved tensor, and their tensors are as large as their boxes.
     """
@@ -209,7 +211,9 @@ def blob_wants(saved: SavedItem, offset: int, blob: Blob) -> Iterator[Want]:
         )
 
 
-def unpickle(file: DataFile, parts: Sequence[tuple[Read, torch.Tensor]], stream: Any) -> None:
+def unpickle(
+    file: DataFile, parts: Sequence[tuple[PlannedRead, torch.Tensor]], stream: Any
+) -> None:
     """Fill the tensors from what torch.save wrote of the whole chunk. Any thread."""
     read = parts[0][0]
     chunk = load_tensor(file, stream, read.key)
@@ -244,7 +248,7 @@ class _Place:
         memory: The tensor's memory if the part is one range of the payload and needs no conversion, else None.
     """
 
-    read: Read
+    read: PlannedRead
     target: torch.Tensor
     spans: Sequence[tuple[int, int]]
     memory: memoryview | None
@@ -258,7 +262,7 @@ class _Place:
         return self.spans[-1][1]
 
     @staticmethod
-    def of(read: Read, target: torch.Tensor, cutting: Cutting, *, rounded: bool) -> _Place:
+    def of(read: PlannedRead, target: torch.Tensor, cutting: Cutting, *, rounded: bool) -> _Place:
         size = _size_of(read)
         hole = BLOCK_SIZE_BYTES if rounded else cutting.gap
         pieces = [
@@ -296,7 +300,7 @@ def _blocks_in(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_SIZE_BYTES)
 
 
-def _size_of(read: Read) -> int:
+def _size_of(read: PlannedRead) -> int:
     return 1 if read.dtype is None else read.dtype.itemsize
 
 
@@ -306,12 +310,14 @@ def _deliver(low: int, places: Sequence[_Place], data: memoryview) -> None:
         place.put(low, data)
 
 
-def _look(owner: Owner, read: Read, data: memoryview) -> None:
+def _look(owner: ItemProgress, read: PlannedRead, data: memoryview) -> None:
     if read.dtype is None or matches(data, read.dtype, tuple(read.sizes)) is None:
         owner.is_strange = True
 
 
-def _place_if_usual(owner: Owner, read: Read, out: memoryview, data: memoryview) -> None:
+def _place_if_usual(
+    owner: ItemProgress, read: PlannedRead, out: memoryview, data: memoryview
+) -> None:
     _look(owner, read, data)
     if not owner.is_strange:
         out[:] = data[len(data) - len(out) :]

@@ -43,7 +43,7 @@ from ckptfs.dcp.read.data_file import (
     Cutting,
     DataFile,
     Gatherer,
-    Owner,
+    ItemProgress,
     Ran,
     Request,
     Source,
@@ -52,12 +52,12 @@ from ckptfs.dcp.read.data_file import (
     read_digests,
     run_request,
 )
-from ckptfs.dcp.read.read_plan import OwnTargets, PlannerTargets, Read, Targets, reads_of
+from ckptfs.dcp.read.read_plan import OwnTargets, PlannedRead, PlannerTargets, Targets, reads_of
 from ckptfs.dcp.read.read_threads import ReadPool, Scratch
 from ckptfs.dcp.read.requests import (
     Blob,
     ItemStream,
-    Payload,
+    PayloadRange,
     SavedItem,
     blob_wants,
     full_wants,
@@ -153,15 +153,15 @@ def open_in_order(
 
 _BLOB_BYTES = 64 << 20  # most memory of whole items that wait for their bytes or their turn
 
-Part = tuple[Read, torch.Tensor]
+Part = tuple[PlannedRead, torch.Tensor]
 
 
 @dataclass(slots=True)
-class _Item(Owner):
+class _Item(ItemProgress):
     """One saved item that is being read, and what is done once its bytes are there."""
 
     parts: Sequence[Part] = ()
-    blob: tuple[Read, Blob] | None = None
+    blob: tuple[PlannedRead, Blob] | None = None
     blob_bytes: int = 0
     is_planned: bool = False
 
@@ -178,7 +178,7 @@ class _Reading:
     gatherer: Gatherer
     missing: int = 0
     is_planned: bool = False
-    nobody: Owner = field(default_factory=Owner)
+    nobody: ItemProgress = field(default_factory=ItemProgress)
 
 
 class Work:
@@ -196,7 +196,7 @@ class Work:
         self.payload_bytes = 0  # how many of these bytes were requested
         self.verify_s = 0.0
 
-    def read(self, file: DataFile, reads: Sequence[Read]) -> None:
+    def read(self, file: DataFile, reads: Sequence[PlannedRead]) -> None:
         """Request everything of one file; commit on the way what has been read by then."""
         cutting = Cutting.of(file.reader)
         reading = _Reading(file, cutting, Gatherer(cutting))
@@ -220,7 +220,7 @@ class Work:
 
     # -- one item ----------------------------------------------------------------------
 
-    def _read_file(self, reading: _Reading, read: Read) -> bool:
+    def _read_file(self, reading: _Reading, read: PlannedRead) -> bool:
         """Read a tensor that is requested as it was saved: the usual case in most checkpoints.
 
         Returns False, without having done anything, if ``read`` is not such a tensor.
@@ -234,7 +234,7 @@ class Work:
         digests = file.item(read.offset, read.length, read.key)
         payload = None
         if digests is None and size <= min(reading.cutting.small, BLOCK_SIZE_BYTES):
-            payload = Payload.of(read, None, size)
+            payload = PayloadRange.of(read, None, size)
         if payload is None and (digests is None or digests.payload_length != size):
             return False
         target = self._targets.target(read)
@@ -266,7 +266,7 @@ class Work:
         digests = file.item(read.offset, read.length, read.key)
         saved = SavedItem(file, digests, read.key, owner, reading.cutting)
         assert read.dtype is not None  # noqa: S101 - it is a tensor
-        payload = Payload.of(read, digests, math.prod(read.sizes) * read.dtype.itemsize)
+        payload = PayloadRange.of(read, digests, math.prod(read.sizes) * read.dtype.itemsize)
         if payload is not None:
             self._items.append(owner)
             if not payload.is_sure and filled:
@@ -284,7 +284,7 @@ class Work:
             self._add(reading, blob_wants(saved, read.offset, blob))
         owner.is_planned = True
 
-    def _read_object(self, reading: _Reading, read: Read) -> None:
+    def _read_object(self, reading: _Reading, read: PlannedRead) -> None:
         file, owner = reading.file, _Item()
         digests = file.item(read.offset, read.length, read.key)
         saved = SavedItem(file, digests, read.key, owner, reading.cutting)
@@ -374,7 +374,7 @@ class Work:
             self._blob_bytes -= item.blob_bytes
 
 
-def _of_one_item(reads: Sequence[Read]) -> Iterator[Sequence[Read]]:
+def _of_one_item(reads: Sequence[PlannedRead]) -> Iterator[Sequence[PlannedRead]]:
     """Yield the reads of each saved item together; they are sorted by offset already."""
     first, count = 0, len(reads)
     while first < count:
@@ -411,8 +411,8 @@ def fetch(
 
 def fetch_reads(
     source: Source,
-    reads: Sequence[Read],
-    load_bytes: Callable[[Read, io.BytesIO], None],
+    reads: Sequence[PlannedRead],
+    load_bytes: Callable[[PlannedRead, io.BytesIO], None],
     meter: Meter = SILENT,
 ) -> Counters:
     """Read everything into the Reads' tensors. Local.
@@ -436,13 +436,15 @@ def fetch_reads(
     return _fetch(source, reads, OwnTargets(load_bytes), meter)
 
 
-def _fetch(source: Source, reads: Iterable[Read], targets: Targets, meter: Meter) -> Counters:
+def _fetch(
+    source: Source, reads: Iterable[PlannedRead], targets: Targets, meter: Meter
+) -> Counters:
     started = time.perf_counter()
     count = 0
     try:
         # At 20,000 tensors the collector would take as long as everything else together.
         with gc_paused():
-            files: dict[str, list[Read]] = defaultdict(list)
+            files: dict[str, list[PlannedRead]] = defaultdict(list)
             for read in reads:
                 files[read.path].append(read)
                 count += 1
@@ -468,7 +470,7 @@ def _fetch(source: Source, reads: Iterable[Read], targets: Targets, meter: Meter
 
 
 def _read_all(
-    source: Source, files: dict[str, list[Read]], targets: Targets, meter: Meter
+    source: Source, files: dict[str, list[PlannedRead]], targets: Targets, meter: Meter
 ) -> tuple[ReadPool, Work]:
     paths = sorted(files)
     with contextlib.ExitStack() as stack:
@@ -484,8 +486,8 @@ def _read_all(
     return pool, work
 
 
-def _requested_bytes(read: Read) -> int:
-    """Return how many bytes of a file a Read requests, without the rest of shared blocks."""
+def _requested_bytes(read: PlannedRead) -> int:
+    """Return how many bytes of a file a PlannedRead requests, without the rest of shared blocks."""
     if read.dtype is None:
         return read.length
     return math.prod(read.box_lengths) * read.dtype.itemsize

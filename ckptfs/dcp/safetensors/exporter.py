@@ -33,7 +33,7 @@ from ckptfs.commit.digests import BlockDigester, FileDigests, ItemDigests, encod
 from ckptfs.commit.directory_checkpoints.write import PlainNames
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.paths import MANIFEST
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import WrittenPart
 from ckptfs.control.control import Control
 from ckptfs.dcp.metadata.torch_names import dtype_of
@@ -41,7 +41,7 @@ from ckptfs.dcp.planning.leaves import check_tensor, fingerprint_of
 from ckptfs.dcp.safetensors.safetensors_format import (
     INDEX,
     SUFFIX,
-    Entry,
+    TensorEntry,
     dtype_name,
     encode_header,
     encode_index,
@@ -53,16 +53,16 @@ from ckptfs.storage.base import Shape
 from ckptfs.storage.inflight import with_task
 from ckptfs.storage.threads import uninterrupted
 
-__all__ = ["Export", "Held", "PlannedFile", "order", "plan_export", "plan_files"]
+__all__ = ["Export", "HeldTensor", "PlannedFile", "order", "plan_export", "plan_files"]
 
 _WORTH_A_FILE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """A tensor, and the ranks that hold it or a part of it."""
 
-    entry: Entry
+    entry: TensorEntry
     ranks: tuple[int, ...]
 
 
@@ -72,7 +72,7 @@ class PlannedFile:
 
     name: str
     owner: int
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -81,7 +81,7 @@ class PlannedFile:
 
 
 def plan_files(
-    held: Sequence[Held],
+    held: Sequence[HeldTensor],
     *,
     max_bytes: int,
     world: int,
@@ -131,12 +131,12 @@ def plan_files(
     )
 
 
-def order(files: Sequence[PlannedFile]) -> Iterator[tuple[int, Entry]]:
+def order(files: Sequence[PlannedFile]) -> Iterator[tuple[int, TensorEntry]]:
     """Yield every tensor once, with the number of its file.
 
     Each owner's tensors are in order; the owners take turns.
     """
-    lines: dict[int, Iterator[tuple[int, Entry]]] = {}
+    lines: dict[int, Iterator[tuple[int, TensorEntry]]] = {}
     for owner in sorted({file.owner for file in files}):
         lines[owner] = (
             (number, entry)
@@ -155,13 +155,13 @@ def order(files: Sequence[PlannedFile]) -> Iterator[tuple[int, Entry]]:
         yield found
 
 
-def _grouped(held: Sequence[Held], max_bytes: int, world: int) -> dict[int, list[Held]]:
+def _grouped(held: Sequence[HeldTensor], max_bytes: int, world: int) -> dict[int, list[HeldTensor]]:
     """Fill files in the order of the state dict; a tensor larger than a file gets its own."""
     total = _size_of(held)
     target = min(max_bytes, max(-(-total // world), _WORTH_A_FILE_BYTES))
-    filling: dict[tuple[int, ...], list[Held]] = {}
+    filling: dict[tuple[int, ...], list[HeldTensor]] = {}
     filled: dict[tuple[int, ...], int] = {}
-    files: list[list[Held]] = []
+    files: list[list[HeldTensor]] = []
     for one in held:
         size = filled.get(one.ranks, target) + one.entry.size_bytes
         if size > target or one.ranks not in filling:
@@ -172,8 +172,8 @@ def _grouped(held: Sequence[Held], max_bytes: int, world: int) -> dict[int, list
     return dict(enumerate(files, start=1))
 
 
-def _mapped(held: Sequence[Held], mapping: Mapping[str, int]) -> dict[int, list[Held]]:
-    groups: dict[int, list[Held]] = {}
+def _mapped(held: Sequence[HeldTensor], mapping: Mapping[str, int]) -> dict[int, list[HeldTensor]]:
+    groups: dict[int, list[HeldTensor]] = {}
     for one in held:
         number = mapping.get(one.entry.key)
         if number is None or number < 1:
@@ -185,7 +185,7 @@ def _mapped(held: Sequence[Held], mapping: Mapping[str, int]) -> dict[int, list[
     return groups
 
 
-def _size_of(held: Sequence[Held]) -> int:
+def _size_of(held: Sequence[HeldTensor]) -> int:
     return sum(one.entry.size_bytes for one in held)
 
 
@@ -202,11 +202,11 @@ class PlannedExport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _ExportedTensor:
     """One whole tensor on its way to its file."""
 
     number: int
-    entry: Entry
+    entry: TensorEntry
     data: torch.Tensor
 
 
@@ -217,13 +217,13 @@ class FileWriter:
     takes part in gathering the next tensor.
     """
 
-    def __init__(self, attempt: Attempt, planned: PlannedExport) -> None:
+    def __init__(self, attempt: SaveAttempt, planned: PlannedExport) -> None:
         self._attempt = attempt
         self._planned = planned
         is_object = attempt.session.caps.shape is Shape.OBJECT
         self._guard = PlainNames(attempt) if is_object else None
         self._domain = None if is_object else attempt.session.placement.mine.id
-        self._items: queue.Queue[_Item | None] = queue.Queue(maxsize=1)
+        self._items: queue.Queue[_ExportedTensor | None] = queue.Queue(maxsize=1)
         self._error: BaseException | None = None
         self._records: list[FileRecord] = []
         rank = attempt.session.control.rank
@@ -245,10 +245,10 @@ class FileWriter:
             self._items.put(None)
             uninterrupted(self._ended.wait)
 
-    def put(self, number: int, entry: Entry, tensor: torch.Tensor) -> None:
+    def put(self, number: int, entry: TensorEntry, tensor: torch.Tensor) -> None:
         """Hand over the next tensor, which must not change. Waits while another tensor is queued."""
         if self._error is None:
-            self._items.put(_Item(number, entry, host_tensor(tensor)))
+            self._items.put(_ExportedTensor(number, entry, host_tensor(tensor)))
 
     def finish(self) -> list[FileRecord]:
         """Return once all files are durable; raise what writing one raised."""
@@ -314,7 +314,7 @@ class FileWriter:
                     self._guard.check()  # stop before the file is complete if the name was lost
         self._records += self._with_digests(file.name, size, items)
 
-    def _next(self, entry: Entry) -> memoryview:
+    def _next(self, entry: TensorEntry) -> memoryview:
         item = self._items.get()
         if item is None:
             self._items.put(None)  # for the end of _run
@@ -369,7 +369,7 @@ class _Described:
         fingerprint: The fingerprint of a plain tensor's values; None for a DTensor.
     """
 
-    entry: Entry
+    entry: TensorEntry
     is_sharded: bool
     tied_to: str | None
     fingerprint: int | None
@@ -433,7 +433,7 @@ def _describe(state_dict: Mapping[str, Any]) -> list[_Described]:
         is_sharded = isinstance(value, DTensor)
         found.append(
             _Described(
-                Entry(key, dtype_of(value.dtype), tuple(value.shape)),
+                TensorEntry(key, dtype_of(value.dtype), tuple(value.shape)),
                 is_sharded,
                 "" if tied == key else tied,
                 None if is_sharded else fingerprint_of(value),
@@ -442,7 +442,7 @@ def _describe(state_dict: Mapping[str, Any]) -> list[_Described]:
     return found
 
 
-def _agreed(answers: Sequence[Sequence[_Described]]) -> tuple[list[Held], dict[str, str]]:
+def _agreed(answers: Sequence[Sequence[_Described]]) -> tuple[list[HeldTensor], dict[str, str]]:
     """Return every key once with its holders, and the keys that are tied on all of them."""
     ranks: dict[str, list[int]] = defaultdict(list)
     descriptions: dict[str, list[_Described]] = defaultdict(list)
@@ -471,7 +471,7 @@ def _agreed(answers: Sequence[Sequence[_Described]]) -> tuple[list[Held], dict[s
         if stored_key and ranks[stored_key] == ranks[key] and stored_key not in aliases:
             aliases[key] = stored_key
     held = [
-        Held(each[0].entry, tuple(ranks[key]))
+        HeldTensor(each[0].entry, tuple(ranks[key]))
         for key, each in descriptions.items()
         if key not in aliases
     ]
@@ -490,11 +490,11 @@ def _text(one: _Described) -> str:
 
 
 class Export:
-    """One rank's part of an export: ``write`` and ``finish`` for ``Attempt.commit``."""
+    """One rank's part of an export: ``write`` and ``finish`` for ``SaveAttempt.commit``."""
 
     def __init__(
         self,
-        attempt: Attempt,
+        attempt: SaveAttempt,
         planned: PlannedExport,
         state_dict: Mapping[str, Any],
         files: Mapping[str, bytes],

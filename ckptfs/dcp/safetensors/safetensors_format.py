@@ -25,8 +25,8 @@ from ckptfs.errors import IntegrityError, ManifestError
 __all__ = [
     "INDEX",
     "SUFFIX",
-    "Entry",
     "Header",
+    "TensorEntry",
     "decode_header",
     "decode_index",
     "dtype_name",
@@ -65,7 +65,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file; ``start`` is the offset of its bytes from the beginning of the file."""
 
     key: str
@@ -86,7 +86,7 @@ class Header:
     ``size_bytes`` is the size of the length field and the JSON; the data begins there.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]
     size_bytes: int
 
@@ -101,7 +101,9 @@ def dtype_named(name: object) -> Dtype | None:
     return _DTYPES.get(name) if isinstance(name, str) else None
 
 
-def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+def encode_header(
+    entries: Sequence[TensorEntry], metadata: Mapping[str, str]
+) -> tuple[bytes, Header]:
     """Return the first bytes of a file, and its header with the entries in the order of their data."""
     described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
@@ -118,7 +120,7 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tupl
     size = LENGTH.size + len(text)
     placed, at = [], size
     for entry in ordered:
-        placed.append(Entry(entry.key, entry.dtype, entry.shape, at))
+        placed.append(TensorEntry(entry.key, entry.dtype, entry.shape, at))
         at += entry.size_bytes
     return LENGTH.pack(len(text)) + text, Header(tuple(placed), dict(metadata), size)
 
@@ -186,7 +188,7 @@ def decode_index(raw: bytes, where: object) -> dict[str, str]:
     return dict(found)
 
 
-def _entry(key: str, fields: Any, data_start: int, where: object) -> Entry:
+def _entry(key: str, fields: Any, data_start: int, where: object) -> TensorEntry:
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise _foreign(where, f"{key!r} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = dtype_named(fields["dtype"]), fields["shape"], fields["data_offsets"]
@@ -194,7 +196,7 @@ def _entry(key: str, fields: Any, data_start: int, where: object) -> Entry:
         raise _foreign(where, f"{key!r} has dtype {fields['dtype']!r}, which torch does not have")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:  # noqa: PLR2004
         raise _foreign(where, f"{key!r} has shape {shape!r} and data_offsets {offsets!r}")
-    entry = Entry(key, dtype, tuple(shape), data_start + offsets[0])
+    entry = TensorEntry(key, dtype, tuple(shape), data_start + offsets[0])
     if offsets[1] - offsets[0] != entry.size_bytes:
         raise _foreign(
             where, f"{key!r}, {fields['dtype']} {shape}, does not fill its data_offsets {offsets}"

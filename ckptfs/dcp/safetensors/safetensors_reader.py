@@ -17,17 +17,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptfs import _torch
-from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint
 from ckptfs.commit.digests import ItemDigests, first_bad_block
 from ckptfs.commit.operations import read_limited
-from ckptfs.dcp.metadata.metadata_reader import Place, Places, TensorDescription
+from ckptfs.dcp.metadata.metadata_reader import FileRange, Places, TensorDescription
 from ckptfs.dcp.metadata.torch_names import TORCH
 from ckptfs.dcp.read.data_file import Source, Verify, open_data, read_digests
 from ckptfs.dcp.safetensors.safetensors_format import (
     INDEX,
     SUFFIX,
-    Entry,
     Header,
+    TensorEntry,
     decode_header,
     decode_index,
     header_size,
@@ -52,7 +52,7 @@ class _Chunk:
 
     file: str
     offsets: tuple[int, ...]
-    entry: Entry
+    entry: TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Layout:
     def places(self) -> Places:
         """As ``Description.places``."""
         return {
-            (key, c.offsets): Place(c.file, c.entry.start, c.entry.size_bytes)
+            (key, c.offsets): FileRange(c.file, c.entry.start, c.entry.size_bytes)
             for key, chunks in self.chunks.items()
             for c in chunks
         }
@@ -132,7 +132,7 @@ class Layout:
         return replace(source, layouts=layouts)
 
 
-def read_layout(storage: Storage, found: Found, verify: Verify) -> Layout:
+def read_layout(storage: Storage, found: LocatedCheckpoint, verify: Verify) -> Layout:
     """Read the index and every header. Local.
 
     NotFoundError: there is no safetensors file. IncompleteCheckpointError: a file or a shard is missing.
@@ -190,7 +190,7 @@ def with_aliases(layout: Layout, keys: Iterable[str]) -> Layout:
     return Layout(chunks, {})
 
 
-def _names(storage: Storage, found: Found) -> set[str]:
+def _names(storage: Storage, found: LocatedCheckpoint) -> set[str]:
     if found.manifest is not None:
         return {file.path for file in found.manifest.files}
     return {entry.name for entry in storage.list(found.home) if not entry.is_dir}

@@ -11,7 +11,7 @@
     thread    plans with the other ranks, writes items from the caller's own tensors, from the first on ...
     caller    ... copies, from the last on, what is neither written nor read, and returns when nothing is left
 
-Staging does not talk to other ranks, so ranks may be in different modes. An error here is kept in the Staged
+Staging does not talk to other ranks, so ranks may be in different modes. An error here is kept in the StagedState
 and raised by ``plan``, inside the ranks' common step: then it fails on all of them.
 """
 
@@ -43,7 +43,7 @@ __all__ = [
     "ALIGN_BYTES",
     "CopySize",
     "Packing",
-    "Staged",
+    "StagedState",
     "copy_into",
     "failed",
     "pack",
@@ -62,7 +62,7 @@ ALIGN_BYTES = 64  # a cache line, and a multiple of every dtype's size
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _StagingCopy:
     """One copy to make.
 
     Attributes:
@@ -107,7 +107,7 @@ class _Spot:
 class Packing:
     """Copies to make, and the place of each tensor afterwards; ``size_bytes`` is the memory needed."""
 
-    copies: tuple[_Copy, ...]
+    copies: tuple[_StagingCopy, ...]
     spots: Mapping[Hashable, _Spot]
     size_bytes: int
 
@@ -140,7 +140,7 @@ def pack(tensors: Mapping[Any, torch.Tensor]) -> Packing:
             spans[storage].append(_Span(key, tensor, begin, begin + size))
         else:
             odd[_identity(tensor)].append((key, tensor))
-    copies: list[_Copy] = []
+    copies: list[_StagingCopy] = []
     spots: dict[Hashable, _Spot] = {}
     at = 0
     for group in spans.values():
@@ -189,18 +189,20 @@ def _runs(spans: list[_Span]) -> list[list[_Span]]:
     return runs
 
 
-def _place_run(run: list[_Span], at: int, copies: list[_Copy], spots: dict[Hashable, _Spot]) -> int:
+def _place_run(
+    run: list[_Span], at: int, copies: list[_StagingCopy], spots: dict[Hashable, _Spot]
+) -> int:
     begin, end = run[0].begin, max(span.end for span in run)
     # The same distance from a cache line as in the storage: every dtype in the run keeps its alignment.
     at += (begin - at) % ALIGN_BYTES
     first = run[0].tensor
     if len(run) == 1:
-        copies.append(_Copy(first, at, end - begin, (run[0].key,), run[0].key))
+        copies.append(_StagingCopy(first, at, end - begin, (run[0].key,), run[0].key))
         spots[run[0].key] = _Spot(at, first.dtype, first.shape)
         return at + end - begin
     flat = torch.empty(0, dtype=torch.uint8, device=first.device)
     flat.set_(first.untyped_storage(), begin, (end - begin,), (1,))
-    copies.append(_Copy(flat, at, end - begin, tuple(span.key for span in run)))
+    copies.append(_StagingCopy(flat, at, end - begin, tuple(span.key for span in run)))
     for span in run:
         spots[span.key] = _Spot(at + span.begin - begin, span.tensor.dtype, span.tensor.shape)
     return at + end - begin
@@ -209,14 +211,14 @@ def _place_run(run: list[_Span], at: int, copies: list[_Copy], spots: dict[Hasha
 def _place_odd(
     twins: list[tuple[Hashable, torch.Tensor]],
     at: int,
-    copies: list[_Copy],
+    copies: list[_StagingCopy],
     spots: dict[Hashable, _Spot],
 ) -> int:
     first, tensor = twins[0]
     size = tensor.numel() * tensor.element_size()
     at += -at % ALIGN_BYTES
     if size:
-        copies.append(_Copy(tensor, at, size, tuple(key for key, _ in twins), first))
+        copies.append(_StagingCopy(tensor, at, size, tuple(key for key, _ in twins), first))
     for key, twin in twins:
         spots[key] = _Spot(at, twin.dtype, twin.shape)
     return at + size
@@ -282,10 +284,10 @@ def stage(
     pending: PendingSave,
     *,
     compare_ranks: bool,
-) -> Staged:
+) -> StagedState:
     """Copy as much of the state as fits the bound. Local; the caller's thread.
 
-    Blocks while earlier saves hold the buffers. After this, submit the save, and call ``Staged.wait``. Raises
+    Blocks while earlier saves hold the buffers. After this, submit the save, and call ``StagedState.wait``. Raises
     nothing but Ctrl-C and the like: other errors are in the result.
 
     Args:
@@ -344,9 +346,9 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield value.to_local() if hasattr(value, "to_local") else value
 
 
-def failed(error: BaseException, pending: PendingSave) -> Staged:
-    """Return a Staged for a state that could not be staged: its plan raises the error."""
-    return Staged(_FlatState(SavePlan([])), pending, error=error)
+def failed(error: BaseException, pending: PendingSave) -> StagedState:
+    """Return a StagedState for a state that could not be staged: its plan raises the error."""
+    return StagedState(_FlatState(SavePlan([])), pending, error=error)
 
 
 def _take(state_dict: Mapping[str, Any], *, compare_ranks: bool) -> _FlatState:
@@ -371,8 +373,8 @@ def _take(state_dict: Mapping[str, Any], *, compare_ranks: bool) -> _FlatState:
 
 def _copied(
     state: _FlatState, buffers: HostBuffers, pending: PendingSave, *, compare_ranks: bool
-) -> Staged:
-    """Copy everything if it fits the bound; else leave the tensors to ``Staged.wait``."""
+) -> StagedState:
+    """Copy everything if it fits the bound; else leave the tensors to ``StagedState.wait``."""
     with gc_paused():
         packing = pack(state.tensors)
     leaves_bytes = sum(leaf.getbuffer().nbytes for leaf in state.leaves.values())
@@ -381,7 +383,7 @@ def _copied(
     # In both cases the memory is borrowed before the save is queued: a save that waited for buffers
     # after its turn had come could wait for one that is queued behind it.
     lease = buffers.lease(packing.size_bytes if fits else available_bytes, pinned=packing.on_device)
-    staged = Staged(state, pending, lease, available_bytes, compare_ranks=compare_ranks)
+    staged = StagedState(state, pending, lease, available_bytes, compare_ranks=compare_ranks)
     try:
         is_fresh = not lease.is_touched and packing.size_bytes >= _FRESH_BYTES
         if fits and is_fresh and not packing.on_device:  # page-locked memory is touched already
@@ -399,7 +401,7 @@ class _SaveEnded(Exception):  # noqa: N818 - not an error: everything that had t
     """The save is over on this rank."""
 
 
-class Staged:
+class StagedState:
     """What was taken of one rank's state; a ``Share``. Closed when the save is over on this rank.
 
     Attributes:
@@ -507,7 +509,7 @@ class Staged:
         if copied == sum(copy.size_bytes for copy in packing.copies):
             lease.is_touched = lease.size_bytes <= packing.size_bytes + _PIECE_BYTES
 
-    def _may_go_on(self, read: Sequence[_Copy]) -> bool:
+    def _may_go_on(self, read: Sequence[_StagingCopy]) -> bool:
         return not read or not all(self._is_read(copy) for copy in read)
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -516,16 +518,16 @@ class Staged:
             while not self._news.wait_for(lambda: self._end_reason or is_so(), timeout=_WAKE_S):
                 pass
 
-    def _is_read(self, copy: _Copy) -> bool:
+    def _is_read(self, copy: _StagingCopy) -> bool:
         """Return whether all tensors of the copy that are still needed are being read."""
         with self._news:
             needed = [key for key in copy.keys if key in (self._live or {})]
             return self._end_reason is None and bool(needed) and self._reading.issuperset(needed)
 
-    def _is_needed(self, copy: _Copy) -> bool:
+    def _is_needed(self, copy: _StagingCopy) -> bool:
         return self._end_reason is None and any(key in (self._live or {}) for key in copy.keys)
 
-    def _fill(self, copy: _Copy, memory: torch.Tensor) -> bool:
+    def _fill(self, copy: _StagingCopy, memory: torch.Tensor) -> bool:
         """Make the copy as long as it is needed; return whether it was made."""
         for source, target in copy.pieces(memory):
             with self._news:

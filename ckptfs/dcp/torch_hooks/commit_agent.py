@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckptfs.commit.ownership.run import Caller
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import Committed, SaveSpec, SmallFile, WrittenPart
 from ckptfs.commit.session import Common, Place, agree_uri, open_session, step_of
 from ckptfs.control.control import Control, SoloControl
@@ -67,7 +67,7 @@ class SaveOrder:
 class Begun:
     """What write_data needs: an attempt that has begun, and the domain that holds its files."""
 
-    attempt: Attempt
+    attempt: SaveAttempt
     domain: str
 
 
@@ -287,7 +287,7 @@ def _save(handover: Handover, control: Control, stack: contextlib.ExitStack) -> 
     # error says who has the run.
     wait_s = max(task.timeout_s - _TELLING_S, task.timeout_s / 2)
     caller = Caller("a StorageWriter", handover.is_given_up, for_call=True, wait_s=wait_s)
-    attempt = Attempt(session, spec, caller)
+    attempt = SaveAttempt(session, spec, caller)
     try:
         attempt.begin()
         handover.begun.set_result(Begun(attempt, session.placement.mine.id))

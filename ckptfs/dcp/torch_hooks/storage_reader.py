@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from ckptfs import _torch
-from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.catalog.catalog import LocatedCheckpoint
 from ckptfs.commit.catalog.locate import locate
 from ckptfs.commit.session import Place, open_session
 from ckptfs.control.control import SoloControl
@@ -51,7 +51,7 @@ class _Open:
     """A checkpoint that was found; ``closing`` closes its clients."""
 
     storage: Storage
-    found: Found
+    found: LocatedCheckpoint
     metadata: Metadata
     closing: contextlib.ExitStack
 

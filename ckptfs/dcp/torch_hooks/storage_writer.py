@@ -34,7 +34,7 @@ from torch.futures import Future
 from ckptfs import _torch
 from ckptfs.commit.delete.shared_data import stock_path
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.attempt import SaveAttempt
 from ckptfs.commit.save.spec import IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.commit.session import Place
 from ckptfs.control.control import timeout_of
@@ -265,7 +265,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         return future
 
     def _write(
-        self, plan: SavePlan, planner: SavePlanner, attempt: Attempt, domain: str
+        self, plan: SavePlan, planner: SavePlanner, attempt: SaveAttempt, domain: str
     ) -> WrittenPart:
         refused: dict[str, str] = {}
 

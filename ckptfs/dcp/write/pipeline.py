@@ -60,7 +60,7 @@ from ckptfs.dcp.planning.columns import (
     Columns,
     Interned,
     Ints,
-    Names,
+    KeyTable,
     Prints,
     decode_prints,
     decode_structure,
@@ -287,7 +287,7 @@ def _compare_values(
     table: Table, plans: Sequence[_ReceivedPlan], columns: Sequence[Columns]
 ) -> None:
     """Raise StateError if two ranks have different fingerprints for one key."""
-    compared: set[tuple[Names, bytes]] = set()
+    compared: set[tuple[KeyTable, bytes]] = set()
     values = np.zeros(len(table.names), np.uint64)
     known = np.zeros(len(table.names), np.bool_)
     for plan, structure in zip(plans, columns, strict=True):
