@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "ckptfs"
+AROUND = ("tests", "benchmarks", "examples")
 LINES = 8  # of code: some 12 with the comments, docstrings and headings that are not compared
 # Repeated pieces of each floor, within it and with the floors below; lower them, and never raise them.
 LIMITS = {
@@ -92,6 +93,14 @@ def _found() -> dict[str, list[str]]:
 def test_no_code_stands_twice(floor: str, found: dict[str, list[str]]) -> None:
     """No floor has more repeated pieces than before."""
     assert len(found[floor]) <= LIMITS[floor], "\n".join(found[floor])
+
+
+def test_no_code_around_the_package_stands_twice() -> None:
+    """In tests, benchmarks and examples either: a case that is copied is a row of a table."""
+    root = PACKAGE.parent
+    paths = [path for name in AROUND for path in sorted((root / name).rglob("*.py"))]
+    found = [" and ".join(f"{path}:{n}" for path, n, _ in pair) for pair in repeats(paths)]
+    assert not found, "\n".join(found)
 
 
 STEPS = [f"step_{number} = {number}" for number in range(LINES)]

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,11 +51,11 @@ from tests.crash.rig import (
     sessions,
     values,
 )
+from tests.forked import in_fork, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE_TIMEOUT_S = 300
 VICTIM_TIMEOUT_S = 200  # a hang is a verdict too
-WORKERS = 2
 NEAR_CALLS = 30
 # No system call has this number: the power goes when the victim has learned of its success. The number
 # after its last one is none to name that moment: timers make calls too, on a busy machine before the end.
@@ -237,13 +237,15 @@ def _do(job: Job) -> None:
     scenario = SCENARIOS[job.scenario]
     base = tempfile.mkdtemp(prefix="crash-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     try:
-        found = json.loads(_in_child(lambda: _survey(job, scenario, base)))
+        found = json.loads(in_fork(lambda: _survey(job, scenario, base), VICTIM_TIMEOUT_S))
         if job.how == "sites":
             for site in found:
                 print(json.dumps({TOLD: site}), flush=True)
             return
         todo = _sample([Point(**p) for p in found], job.stride)
-        for verdict in _judge_all(job, scenario, base, todo):
+        case = functools.partial(_case, job, scenario, base)
+        for judged in verdicts(todo, base, case):
+            verdict = Verdict(*judged)
             print(json.dumps({TOLD: asdict(verdict)}), flush=True)
             if job.first and verdict.trouble:
                 return
@@ -290,58 +292,6 @@ def _survey(job: Job, scenario: Scenario, base: str) -> str:
     return json.dumps([asdict(Point(s, n, "cut")) for s in job.lucky for n in moments])
 
 
-def _in_child(work: Callable[[], str]) -> str:
-    """Run ``work`` in a fork, so that no thread of it stays here."""
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        os.close(reader)
-        faulthandler.dump_traceback_later(VICTIM_TIMEOUT_S, exit=True)
-        code = 1
-        try:
-            with os.fdopen(writer, "w") as pipe:
-                pipe.write(work())
-            code = 0
-        except BaseException:  # noqa: BLE001 - reported by the exit code and stderr
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    assert status == 0, f"a child of the warmed process failed: {status}"
-    return text
-
-
-def _judge_all(job: Job, scenario: Scenario, base: str, todo: Sequence[Point]) -> Iterator[Verdict]:
-    running: dict[int, tuple[Point, int]] = {}
-    waiting = list(enumerate(todo))[::-1]
-    try:
-        while waiting or running:
-            while waiting and len(running) < WORKERS:
-                number, point = waiting.pop()
-                reader, writer = os.pipe()
-                if (pid := os.fork()) == 0:
-                    os.close(reader)
-                    _case(job, scenario, base, f"{base}/case-{number}", point, writer)
-                os.close(writer)
-                running[pid] = (point, reader)
-            pid, status = os.wait()
-            point, reader = running.pop(pid)
-            with os.fdopen(reader) as pipe:
-                text = pipe.read()
-            if status != 0 or not text:
-                yield Verdict(point, "", text or f"the case ended with status {status}")
-                continue
-            told = json.loads(text)
-            yield Verdict(point, told["end"], told["trouble"])
-    finally:
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
 def _case(
     job: Job, scenario: Scenario, base: str, place: str, point: Point, writer: int
 ) -> NoReturn:
@@ -352,7 +302,7 @@ def _case(
         shutil.copytree(f"{base}/before", place)
         if job.how == "cut":
             # In a fork: to the next owner the machine's processes are as dead as its memory.
-            told = _told(_in_child(lambda: _cut(job, scenario, place, point)))
+            told = _told(in_fork(lambda: _cut(job, scenario, place, point), VICTIM_TIMEOUT_S))
         else:
             told = _die(job, scenario, place, point)
         end = judge(scenario, job.layout, place, told)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -27,18 +28,18 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.faults.proxy import At, FaultProxy, HttpFault, Nth, Reset
+from tests.forked import in_fork, verdicts
 from tests.lab.server import Server
 from tests.servers.aftermath import judge, state, through
 from tests.servers.warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKERS = 2
 CASE_TIMEOUT_S = 300
 VICTIM_TIMEOUT_S = 200  # a hang is a verdict too
 
@@ -138,10 +139,11 @@ def _main() -> None:
     gc.collect()
     gc.freeze()  # the forks share what is warm: collecting it would copy it
     base = Server(**job.server).fresh(f"deaths-{job.scenario}")
-    found = json.loads(_in_fork(lambda: _survey(job, f"{base}/survey")))
+    found = json.loads(in_fork(lambda: _survey(job, f"{base}/survey")))
     # From the last one back: a sample without it may end before the commit.
     todo = [Point(**p) for p in found][:: -job.stride][::-1]
-    for verdict in _judge_all(job, base, todo):
+    for judged in verdicts(todo, base, functools.partial(_case, job)):
+        verdict = Verdict(*judged)
         sys.stdout.write(json.dumps(asdict(verdict)) + "\n")
         sys.stdout.flush()
         if job.first and verdict.trouble:
@@ -218,56 +220,6 @@ def _all_of(told: int) -> str:
 def _wait(pid: int) -> int:
     _, status = os.waitpid(pid, 0)
     return status
-
-
-def _in_fork(work: Any) -> str:
-    """The text that ``work`` returns in a fork, so that no thread or client of it stays here."""
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        os.close(reader)
-        code = 1
-        try:
-            with os.fdopen(writer, "w") as pipe:
-                pipe.write(work())
-            code = 0
-        except BaseException:  # noqa: BLE001 - as above
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        text = pipe.read()
-    assert _wait(pid) == 0, "a child of the warmed process failed"
-    return text
-
-
-def _judge_all(job: Job, base: str, todo: Sequence[Point]) -> Iterator[Verdict]:
-    running: dict[int, tuple[Point, int]] = {}
-    waiting = list(enumerate(todo))[::-1]
-    try:
-        while waiting or running:
-            while waiting and len(running) < WORKERS:
-                number, point = waiting.pop()
-                reader, writer = os.pipe()
-                if (pid := os.fork()) == 0:
-                    os.close(reader)
-                    _case(job, f"{base}/case-{number}", point, writer)
-                os.close(writer)
-                running[pid] = (point, reader)
-            pid, status = os.wait()
-            point, reader = running.pop(pid)
-            with os.fdopen(reader) as pipe:
-                text = pipe.read()
-            if status != 0 or not text:
-                yield Verdict(point, "", text or f"the case ended with status {status}")
-                continue
-            told = json.loads(text)
-            yield Verdict(point, told["end"], told["trouble"])
-    finally:
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-            _wait(pid)
 
 
 def _case(job: Job, uri: str, point: Point, writer: int) -> NoReturn:

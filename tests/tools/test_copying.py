@@ -214,6 +214,18 @@ def test_half_files_of_killed_copies_are_no_part_of_the_checkpoint(
 # -- two at once ------------------------------------------------------------------------------------
 
 
+def _overtake(start: Start, words: list[Any], gate: Path, where: str) -> None:
+    """Hold a copy at ``where``, let a second one commit, and see the first find it there."""
+    first = start(words, CKPTFS_TEST_FAULT=f"hold={gate}:{where}")
+    wait_for(Path(f"{gate}.reached"))
+    second = start(words)()
+    gate.touch()
+    ended = first()
+    assert (second.status, ended.status) == (0, 0), (second, ended)
+    found = [e.json["checkpoints"][0]["status"] for e in (second, ended)]
+    assert found == ["copied", "already there"]
+
+
 @pytest.mark.parametrize("where", ["create:*/ckptfs.json:1", "create:*/log/*:1"])
 def test_of_two_copies_of_the_same_one_commits_and_the_other_finds_it_there(
     place: Place, tmp_path: Path, start: Start, where: str
@@ -224,14 +236,7 @@ def test_of_two_copies_of_the_same_one_commits_and_the_other_finds_it_there(
     source, gate = tmp_path / "source", tmp_path / "gate"
     ckptfs.save(state_of(1), source / "step_1")
     words = ["cp", source / "step_1", f"{place.uri}/step_1", *place_flags(place), "--json"]
-    first = start(words, CKPTFS_TEST_FAULT=f"hold={gate}:{where}")
-    wait_for(Path(f"{gate}.reached"))
-    second = start(words)()
-    gate.touch()
-    ended = first()
-    assert (second.status, ended.status) == (0, 0), (second, ended)
-    found = [e.json["checkpoints"][0]["status"] for e in (second, ended)]
-    assert found == ["copied", "already there"]
+    _overtake(start, words, gate, where)
     ckptfs.prepare_run(place.uri, storage_options=place.options).release()
     state = state_of(9)
     ckptfs.load(state, f"{place.uri}/step_1", storage_options=place.options)
@@ -269,14 +274,7 @@ def test_a_copy_that_stalls_leaves_nothing_behind_once_another_has_committed_the
             (Path(path) / name).write_bytes(b"x" * size)
     run, gate = tmp_path / "copy", tmp_path / "gate"
     words = ["cp", tmp_path / "source" / "exp", run / "exp", "--jobs", 1, "--json"]
-    first = start(words, CKPTFS_TEST_FAULT=f"hold={gate}:{where}")
-    wait_for(Path(f"{gate}.reached"))
-    second = start(words)()
-    gate.touch()
-    ended = first()
-    assert (second.status, ended.status) == (0, 0), (second, ended)
-    found = [e.json["checkpoints"][0]["status"] for e in (second, ended)]
-    assert found == ["copied", "already there"]
+    _overtake(start, words, gate, where)
     assert not list(run.glob(".ckptfs/attempts/*"))
     assert (run / "exp/sub/.partial-mine").stat().st_size == 1001
 
