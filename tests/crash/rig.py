@@ -381,6 +381,7 @@ SCENARIOS = {
         _withdrawn,
         {"step_1": "one", "step_2": "two"},
         {"step_1": "one"},
+        lingering=frozenset({"step_2"}),
     ),
     "replace": Scenario(
         _replaced_once,
